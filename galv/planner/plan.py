@@ -1,6 +1,6 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
-This module decides nothing and imports nothing of galv. It says what a plan *is*: which units form which pipeline
+This module decides nothing and imports nothing of galv but its own printed face. It says what a plan *is*: which units form which pipeline
 stage, which strategy each unit has, how its tensors lie on the tensor axis, the training set-up that the plan was made
 for, what it was estimated to cost, and the fingerprint of the model it belongs to. `planner` writes plans, `runtime`
 reads them.
@@ -12,11 +12,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 SequenceMode = Literal["none", "megatron"]
 Recompute = Literal["none", "selective", "full"]
@@ -60,7 +60,7 @@ class Layout(Frozen):
         if match is None:
             raise ValueError(f"{text!r} is no layout; spell it R, R+, P, S<dim> or S<dim>x<chunks>")
         if not text.startswith("S"):
-            return cls(kind=text)  # type: ignore[arg-type]  # the pattern admits R, R+ and P only
+            return cls(kind=text)
         return cls(kind="S", dim=int(match[1]), chunks=int((match[2] or "x1")[1:]))
 
     def __str__(self) -> str:
@@ -192,6 +192,17 @@ class Unit(Frozen):
     """Fully qualified names of the modules that hold its parameters: one repeated block, or the few around them."""
     strategy: Strategy
 
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a repeated block, not what stands around the blocks."""
+        return self.name not in ("embedding", "head")
+
+    @property
+    def activation(self) -> Layout:
+        """How its activation, which comes in as it goes out, lies on the tensor axis."""
+        cut = self.strategy.sequence == "megatron" and self.is_block
+        return Layout(kind="S", dim=1) if cut else Layout(kind="R")
+
 
 class Stage(Frozen):
     """Consecutive units on one sub-mesh."""
@@ -228,6 +239,13 @@ class Model(Frozen):
     """Groups of parameter names that are one tensor."""
     fingerprint: str
     """Hash of the unit classes and of every parameter's name, shape and tie."""
+
+    def input_shape(self, spec: InputSpec, num_samples: int) -> tuple[int, ...]:
+        """The shape of one of `inputs` for that many samples."""
+        if spec.batch_dim is None:
+            return spec.shape
+        length = spec.shape[spec.batch_dim] * num_samples // self.num_samples
+        return (*spec.shape[: spec.batch_dim], length, *spec.shape[spec.batch_dim + 1 :])
 
 
 class Training(Frozen):
@@ -412,6 +430,11 @@ class Plan(Frozen):
         """The placements of `unit` on the tensor axis, None at tp 1."""
         key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
+
+    def __str__(self) -> str:
+        from galv.planner.plan_table import render  # the face needs the value, and the value its face only here
+
+        return render(self)
 
     # -- JSON
 

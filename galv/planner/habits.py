@@ -1,0 +1,67 @@
+"""The layouts that people choose by habit, each at its best, to hold a plan against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from galv.cost_models.unit import FactsPricer
+from galv.errors import GalvError, NoFeasiblePlan
+from galv.planner.plan import Alternative
+from galv.planner.plan_table import gib
+from galv.planner.planner import best_plan, describe, exclusion
+from galv.planner.space import Candidate
+from galv.planner.tables import Limits
+
+
+def alternatives(shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int) -> tuple[Alternative, ...]:
+    """Plain DDP, FSDP everywhere, Megatron-style tensor parallelism within the node, and a plain pipeline.
+
+    Microbatch and recomputation are tuned for each, as a careful user would.
+    """
+    node = shared.cluster.devices_per_node
+
+    def only_data(candidate: Candidate) -> bool:
+        return candidate.setting.pp == candidate.setting.tp == 1
+
+    def megatron(candidate: Candidate) -> bool:
+        setting = candidate.setting
+        return setting.pp == 1 and setting.tp == node > 1 and setting.sequence == "megatron"
+
+    def pipeline(candidate: Candidate) -> bool:
+        return candidate.setting.pp > 1 and candidate.setting.tp == 1
+
+    rows: list[tuple[str, Callable[[Candidate], bool], int]] = [
+        ("DDP", only_data, 0),
+        ("FSDP", only_data, 3),
+        (f"TP {node} in the node", megatron, 1),
+        ("PP", pipeline, 0),
+    ]
+    return tuple(_alternative(shared, name, filter(keep, found), budget_bytes, zero) for name, keep, zero in rows)
+
+
+def _alternative(
+    shared: FactsPricer, name: str, found: Sequence[Candidate] | filter[Candidate], budget_bytes: int, zero: int
+) -> Alternative:
+    kept = list(found)
+    if not kept:
+        return Alternative(name=name, layout="", step_seconds=None, reason=_absence(shared, name))
+    try:
+        answer = best_plan(shared, kept, budget_bytes, limits=Limits(zero=zero))
+    except NoFeasiblePlan as error:
+        needed = "" if error.smallest_budget_bytes is None else f": needs {gib(error.smallest_budget_bytes)} GiB"
+        reason = f"does not fit{needed} of {gib(budget_bytes)}"
+        return Alternative(name=name, layout=f"zero {zero}, whatever the rest", step_seconds=None, reason=reason)
+    except GalvError as error:
+        return Alternative(name=name, layout="", step_seconds=None, reason=str(error))
+    layout = f"{describe(answer.priced.candidate)}, zero {zero}"
+    return Alternative(name=name, layout=layout, step_seconds=answer.solution.step_seconds, reason="")
+
+
+def _absence(shared: FactsPricer, name: str) -> str:
+    node = shared.cluster.devices_per_node
+    if name.startswith("TP") and node > 1:
+        reason = exclusion(shared, node, "megatron")
+        return reason or "the global batch does not divide"
+    if name.startswith("TP"):
+        return "one device a node"
+    return "the global batch or the model does not divide so"

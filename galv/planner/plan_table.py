@@ -1,0 +1,173 @@
+"""The face of a plan: the plain-text table that `print(plan)` shows. Formats, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from galv.planner.plan import Alternative, Plan, StageEstimate, Unit, UnitEstimate
+
+GIB = 2**30
+_HEADINGS = ("stage", "units", "strategy", "compute", "exposed", "bubble", "peak GiB")
+
+
+def render(plan: Plan) -> str:
+    """The plan as a table for people: set-up, stages, totals, habitual alternatives, what the search did."""
+    parts = [_setup(plan), _stages(plan), _totals(plan), _alternatives(plan), _search(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def seconds(value: float) -> str:
+    """`value` seconds with three significant digits and a unit that suits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.{_decimals(value / scale)}f} {unit}"
+    return f"{value / 1e-6:.0f} us" if value >= 0.5e-6 else "0"
+
+
+def gib(num_bytes: float) -> str:
+    """`num_bytes` in GiB, with the digits that matter."""
+    value = num_bytes / GIB
+    return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 4}f}"
+
+
+def count(value: float) -> str:
+    """`value` in words of thousands: 8.03 billion."""
+    for unit, scale in ((" trillion", 1e12), (" billion", 1e9), (" million", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.{_decimals(value / scale)}f}{unit}"
+    return f"{value:,.0f}"
+
+
+def _decimals(value: float) -> int:
+    return 2 if value < 10 else 1 if value < 100 else 0
+
+
+# ----------------------------------------------------------------------------------------------- the parts
+
+
+def _setup(plan: Plan) -> str:
+    training, cluster = plan.training, plan.cluster
+    sample = f"sequence {training.seq_len:,}, " if training.seq_len else ""
+    nodes = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
+    batch = (
+        f"global batch {training.global_batch:,} = {plan.micro_batch} x {training.num_microbatches} "
+        f"microbatches x {plan.data_parallel_degree} data-parallel"
+    )
+    pipeline = plan.pipeline
+    stages = f", pipeline of {pipeline.degree} ({pipeline.schedule})" if pipeline.degree > 1 else ""
+    return (
+        f"{plan.model.name}, {count(plan.model.num_parameters)} parameters, "
+        f"on {cluster.num_devices} x {cluster.device}{nodes}\n"
+        f"{sample}{batch}{stages}, {training.precision}, {training.optimizer}"
+    )
+
+
+def _stages(plan: Plan) -> str:
+    rows = [_HEADINGS]
+    for index, (stage, estimate) in enumerate(zip(plan.stages, plan.estimate.stages, strict=True)):
+        rows += _stage_rows(index, stage.units, estimate, plan.cluster.memory_budget_bytes)
+    return _table(rows, right=(3, 4, 5, 6))
+
+
+def _stage_rows(
+    index: int, units: Sequence[Unit], estimate: StageEstimate, budget_bytes: int
+) -> Iterator[tuple[str, ...]]:
+    pairs = zip(units, estimate.units, strict=True)
+    for position, (_, run) in enumerate(groupby(pairs, key=lambda pair: (pair[0].unit_class, pair[0].strategy))):
+        members = list(run)
+        first = position == 0
+        yield (
+            str(index) if first else "",
+            unit_names([unit.name for unit, _ in members]),
+            str(members[0][0].strategy),
+            seconds(sum(cost.compute_seconds for _, cost in members)),
+            seconds(sum(cost.communication_seconds for _, cost in members)),
+            seconds(estimate.time.bubble_seconds) if first else "",
+            f"{gib(estimate.memory.total_bytes)} of {gib(budget_bytes)}" if first else "",
+        )
+
+
+def unit_names(names: Sequence[str]) -> str:
+    """One name for a run of units: `model.layers.0-31` for consecutive blocks of one list."""
+    if len(names) == 1:
+        return names[0]
+    stem, _, first = names[0].rpartition(".")
+    last_stem, _, last = names[-1].rpartition(".")
+    if stem == last_stem and first.isdigit() and last.isdigit() and int(last) - int(first) + 1 == len(names):
+        return f"{stem}.{first}-{last}"
+    return f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+def _totals(plan: Plan) -> str:
+    estimate = plan.estimate
+    what = "tokens/s" if plan.training.seq_len else "samples/s"
+    time = estimate.breakdown
+    shares = (
+        ("compute", time.compute_seconds),
+        ("exposed communication", time.communication_seconds),
+        ("bubble", time.bubble_seconds),
+        ("optimizer", time.optimizer_seconds),
+    )
+    busiest = max(estimate.stages, key=lambda stage: stage.memory.total_bytes)
+    lines = [
+        f"step {seconds(estimate.step_seconds)}   {estimate.tokens_per_second:,.0f} {what}   "
+        f"MFU {100 * estimate.mfu:.1f} %",
+        "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares),
+        f"memory {_memory(busiest)} GiB",
+    ]
+    if not estimate.fits:
+        worst = max(estimate.peak_bytes)
+        lines.append(f"DOES NOT FIT: {gib(worst)} GiB of {gib(plan.cluster.memory_budget_bytes)} GiB")
+    return "\n".join(lines)
+
+
+def _memory(stage: StageEstimate) -> str:
+    memory = stage.memory
+    parts = (
+        ("parameters", memory.parameters_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("working", memory.working_bytes),
+        ("reserved", memory.reserved_bytes),
+    )
+    return ", ".join(f"{name} {gib(value)}" for name, value in parts)
+
+
+def _alternatives(plan: Plan) -> str:
+    if not plan.alternatives:
+        return ""
+    rows = [("by habit", "layout", "step", "against the plan")]
+    rows += [_alternative_row(item, plan.estimate.step_seconds) for item in plan.alternatives]
+    return _table(rows, right=(2,))
+
+
+def _alternative_row(item: Alternative, best_seconds: float) -> tuple[str, ...]:
+    if item.step_seconds is None:
+        return (item.name, item.layout or "-", "-", item.reason)
+    percent = 100 * (item.step_seconds / best_seconds - 1)
+    return (item.name, item.layout, seconds(item.step_seconds), "equal" if abs(percent) < 0.05 else f"{percent:+.1f} %")
+
+
+def _search(plan: Plan) -> str:
+    if plan.search is None:
+        return ""
+    proof = "proven optimal" if plan.search.proven_optimal else f"at most {100 * plan.search.gap:.2f} % from optimal"
+    return f"searched {plan.search.candidates:,} layouts in {plan.search.seconds:.1f} s: {proof} in the searched space"
+
+
+def _table(rows: Sequence[Sequence[str]], *, right: Iterable[int]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    aligned = set(right)
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) if i in aligned else text.ljust(width) for i, (text, width) in _columns(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _columns(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[int, tuple[str, int]]]:
+    return enumerate(zip(row, widths, strict=True))

@@ -1,0 +1,66 @@
+"""The numbers a search works on: for every unit of the chain, its options. No torch, no model, no cluster here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from galv.cost_models.estimate import StageSeconds
+from galv.planner.plan import ScheduleName, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One strategy of one unit class and what it costs on one device. Seconds and bytes."""
+
+    strategy: Strategy
+    forward_seconds: float
+    """Per microbatch, exposed communication included."""
+    backward_seconds: float
+    """Per microbatch, recomputation and exposed communication included."""
+    step_seconds: float
+    """Once a step: exposed gradient reduction, parameter gathering, clipping, the optimizer."""
+    state_bytes: float
+    """Parameters, gradients, optimizer state."""
+    activation_bytes: float
+    """Kept per microbatch in flight."""
+    working_bytes: float
+    """Alive only while this unit runs; a stage needs the largest of its units', not the sum."""
+
+    def seconds(self, num_microbatches: int) -> float:
+        """This unit's share of a stage's busy seconds in one step."""
+        return num_microbatches * (self.forward_seconds + self.backward_seconds) + self.step_seconds
+
+    def held_bytes(self, in_flight: int) -> float:
+        """Bytes held with `in_flight` microbatches alive."""
+        return self.state_bytes + in_flight * self.activation_bytes
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """One outer choice (degrees, schedule, microbatches) and the options it leaves to each unit."""
+
+    chain: tuple[str, ...]
+    """The unit class at each position of the model."""
+    options: Mapping[str, tuple[Option, ...]]
+    num_stages: int
+    num_microbatches: int
+    schedule: ScheduleName
+    transfer_seconds: float
+    """One activation (or its gradient) from a stage to the next."""
+    usable_bytes: float
+    """What one device has for the model: the budget less context and allocator slack."""
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The options chosen for the units of one stage. Lists run over unit classes, counts inside."""
+
+    picks: tuple[tuple[str, tuple[tuple[Option, int], ...]], ...]
+    busy: StageSeconds
+    peak_bytes: float
+
+    def ordered(self, names: Sequence[str]) -> tuple[Option, ...]:
+        """One option for each unit of `names` (classes in model order); equal options of a class stand together."""
+        queues = {name: [option for option, count in picks for _ in range(count)] for name, picks in self.picks}
+        return tuple(queues[name].pop(0) for name in names)
