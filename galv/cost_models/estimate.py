@@ -1,0 +1,127 @@
+"""From the costs of every unit to the estimate of a step: what the plan prints and what the search minimizes.
+
+Both use `pipeline_seconds`, so the objective optimized is the objective reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galv.cost_models.memory import reserved_bytes
+from galv.cost_models.pipeline import num_in_flight, simulate
+from galv.cost_models.unit import Setting, UnitCost
+from galv.planner.plan import Estimate, MemoryBreakdown, ScheduleName, StageEstimate, TimeBreakdown, UnitEstimate
+from galv.profiles.cluster import ClusterProfile
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """One stage's busy time: per microbatch forward and backward, and once a step."""
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+
+
+def pipeline_seconds(
+    schedule: ScheduleName, stages: Sequence[StageSeconds], num_microbatches: int, transfer_seconds: float
+) -> float:
+    """Seconds of a step: the simulated schedule, then the longest once-a-step work of any stage."""
+    timeline = simulate(
+        schedule,
+        [stage.forward_seconds for stage in stages],
+        [stage.backward_seconds for stage in stages],
+        num_microbatches,
+        [transfer_seconds] * (len(stages) - 1),
+    )
+    return timeline.makespan_seconds + max(stage.step_seconds for stage in stages)
+
+
+def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
+    """The busy time of a stage whose units cost `costs`."""
+    return StageSeconds(
+        forward_seconds=sum(c.forward_compute_seconds + c.forward_exposed_seconds for c in costs),
+        backward_seconds=sum(c.backward_compute_seconds + c.backward_exposed_seconds for c in costs),
+        step_seconds=sum(c.step_exposed_seconds + c.optimizer_seconds for c in costs),
+    )
+
+
+def estimate_plan(
+    stages: Sequence[Sequence[UnitCost]],
+    *,
+    setting: Setting,
+    schedule: ScheduleName,
+    transfer_seconds: float,
+    cluster: ClusterProfile,
+    budget_bytes: int,
+    tokens_per_step: int,
+    model_flops: float,
+) -> Estimate:
+    """The estimate of a plan whose stages hold units of the given costs, in order."""
+    rounds = setting.num_microbatches
+    step = pipeline_seconds(schedule, [stage_seconds(costs) for costs in stages], rounds, transfer_seconds)
+    in_flight = [num_in_flight(schedule, i, len(stages), rounds) for i in range(len(stages))]
+    details = tuple(
+        _stage_estimate(costs, rounds, flying, step, cluster) for costs, flying in zip(stages, in_flight, strict=True)
+    )
+    peaks = tuple(stage.memory.total_bytes for stage in details)
+    peak_flops = cluster.device.peak(setting.precision)
+    return Estimate(
+        step_seconds=step,
+        tokens_per_second=tokens_per_step / step,
+        mfu=model_flops / (step * cluster.num_devices * peak_flops),
+        model_flops=model_flops,
+        peak_bytes=peaks,
+        fits=max(peaks) <= budget_bytes,
+        breakdown=min(details, key=lambda stage: stage.time.bubble_seconds).time,
+        stages=details,
+    )
+
+
+def _stage_estimate(
+    costs: Sequence[UnitCost], rounds: int, in_flight: int, step: float, cluster: ClusterProfile
+) -> StageEstimate:
+    units = tuple(_unit_estimate(cost, rounds, in_flight) for cost in costs)
+    compute = sum(unit.compute_seconds for unit in units)
+    communication = sum(unit.communication_seconds for unit in units)
+    optimizer = sum(cost.optimizer_seconds for cost in costs)
+    return StageEstimate(
+        time=TimeBreakdown(
+            compute_seconds=compute,
+            communication_seconds=communication,
+            bubble_seconds=max(step - compute - communication - optimizer, 0.0),
+            optimizer_seconds=optimizer,
+        ),
+        memory=stage_memory(costs, in_flight, cluster),
+        units=units,
+        num_in_flight=in_flight,
+    )
+
+
+def _unit_estimate(cost: UnitCost, rounds: int, in_flight: int) -> UnitEstimate:
+    return UnitEstimate(
+        compute_seconds=rounds * cost.compute_seconds,
+        communication_seconds=rounds * cost.exposed_seconds + cost.step_exposed_seconds,
+        parameters_bytes=round(cost.states.total_bytes),
+        activations_bytes=round(in_flight * cost.activation_bytes),
+    )
+
+
+def stage_memory(costs: Sequence[UnitCost], in_flight: int, cluster: ClusterProfile) -> MemoryBreakdown:
+    """Where the bytes of a stage's fullest device go, with `in_flight` microbatches alive."""
+    parameters = sum(cost.states.parameters_bytes for cost in costs)
+    gradients = sum(cost.states.gradients_bytes for cost in costs)
+    optimizer = sum(cost.states.optimizer_bytes for cost in costs)
+    activations = in_flight * sum(cost.activation_bytes for cost in costs)
+    working = max(cost.working_bytes for cost in costs)
+    return MemoryBreakdown(
+        parameters_bytes=round(parameters),
+        gradients_bytes=round(gradients),
+        optimizer_bytes=round(optimizer),
+        activations_bytes=round(activations),
+        working_bytes=round(working),
+        reserved_bytes=round(
+            reserved_bytes(parameters + gradients + optimizer + activations + working, cluster.device)
+        ),
+    )

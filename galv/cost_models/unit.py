@@ -1,0 +1,308 @@
+"""What one unit costs under one strategy: seconds per microbatch, seconds per step, bytes.
+
+The bridge between what a unit does (`UnitFacts`: operators, collectives, saved bytes) and what the search chooses from.
+Communication of the tensor axis is on the critical path and counts whole; communication of the data-parallel axis runs
+beside computation, and only what sticks out counts ("exposed"), with both slowed while they run together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from galv.cost_models.communication import collective_seconds, mesh_group, p2p_seconds
+from galv.cost_models.compute import clip_seconds, optimizer_seconds, phase_seconds, unit_seconds
+from galv.cost_models.memory import FP32_BYTES, ModelStates, gathered_bytes, gradient_window_bytes, model_states
+from galv.planner.graph import Exclusion, ModelGraph, Operator, Phase, UnitFacts
+from galv.planner.plan import (
+    OptimizerName,
+    Precision,
+    Recompute,
+    SequenceMode,
+    Strategy,
+    TensorParallelLayout,
+    absolute_name,
+)
+from galv.profiles.cluster import ClusterProfile
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all units of a candidate share."""
+
+    tp: int
+    sequence: SequenceMode
+    dp: int
+    pp: int
+    num_microbatches: int
+    microbatch: int
+    """Samples of one data-parallel group."""
+    precision: Precision
+    optimizer: OptimizerName
+
+    def strategy(self, zero: int, recompute: Recompute) -> Strategy:
+        """The strategy of a unit in this setting."""
+        shard = self.dp if zero else 1
+        return Strategy(
+            tp=self.tp,
+            sequence=self.sequence,
+            dp_shard=shard,
+            dp_replicate=self.dp // shard,
+            zero=zero,
+            recompute=recompute,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """Seconds and bytes of one unit on one device. `..._seconds` are per microbatch unless they say step."""
+
+    strategy: Strategy
+    forward_compute_seconds: float
+    forward_exposed_seconds: float
+    backward_compute_seconds: float
+    backward_exposed_seconds: float
+    step_exposed_seconds: float
+    """Once a step: gradient reduction or parameter gathering that no computation hides."""
+    optimizer_seconds: float
+    """Once a step: clipping and the update."""
+    states: ModelStates
+    activation_bytes: float
+    """Kept per microbatch in flight."""
+    working_bytes: float
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.forward_compute_seconds + self.backward_compute_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.forward_exposed_seconds + self.backward_exposed_seconds
+
+
+def exposed_seconds(compute_seconds: float, communication_seconds: float, slowdown: float) -> float:
+    """Seconds that communication beside computation adds to it, both `slowdown` times slower while they overlap.
+
+    The shorter of the two lies wholly in the overlap, which stretches it; the rest of the longer one runs at full speed.
+    """
+    shorter = min(compute_seconds, communication_seconds)
+    together = max(compute_seconds, communication_seconds) + (slowdown - 1) * shorter
+    return together - compute_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PricedFacts:
+    """What a unit does for one microbatch and how long its own computation takes, whatever the data-parallel axis."""
+
+    layout: TensorParallelLayout | None
+    facts: UnitFacts
+    forward_seconds: float
+    backward_seconds: float
+    again_seconds: float
+    """The part of forward that selective recompute repeats."""
+
+
+class FactsPricer:
+    """Prices each (unit class, tensor degree, sequence mode, microbatch) once for all settings that share it."""
+
+    def __init__(self, graph: ModelGraph, cluster: ClusterProfile) -> None:
+        self.graph, self.cluster = graph, cluster
+        self._priced: dict[tuple[str, int, SequenceMode, int], PricedFacts] = {}
+
+    def layout(self, unit_class: str, tp: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion | None:
+        """The placements of `unit_class`: None at tp 1, an Exclusion where there are none."""
+        return None if tp == 1 else self.graph.source.layout(unit_class, tp, sequence)
+
+    def priced(self, unit_class: str, tp: int, sequence: SequenceMode, microbatch: int) -> PricedFacts:
+        """Facts and seconds of `unit_class` for `microbatch` samples."""
+        key = (unit_class, tp, sequence, microbatch)
+        if key not in self._priced:
+            self._priced[key] = self._price(*key)
+        return self._priced[key]
+
+    def _price(self, unit_class: str, tp: int, sequence: SequenceMode, microbatch: int) -> PricedFacts:
+        layout = self.layout(unit_class, tp, sequence)
+        assert not isinstance(layout, Exclusion), layout
+        facts = self.graph.source.facts(unit_class, layout, microbatch)
+        forward, backward = unit_seconds(facts, self.cluster.device)
+        again = tuple(op for op in facts.phase("forward") if op.kind == "memory")
+        return PricedFacts(layout, facts, forward, backward, phase_seconds(again, self.cluster.device))
+
+
+class UnitPricer:
+    """Prices the units of one model on one cluster in one setting."""
+
+    def __init__(self, shared: FactsPricer, setting: Setting) -> None:
+        self.shared, self.setting = shared, setting
+        self.graph, self.cluster = shared.graph, shared.cluster
+        self.tensor_group = mesh_group(self.cluster, stride=1, size=setting.tp)
+        self.data_group = mesh_group(self.cluster, stride=setting.tp, size=setting.dp)
+        self._classes: dict[str, _ClassPricer] = {}
+
+    def transfer_seconds(self) -> float:
+        """Seconds to send one microbatch's activation to the next stage."""
+        if self.setting.pp == 1:
+            return 0.0
+        stride = self.cluster.num_devices // self.setting.pp
+        crossing = max(self._class(name).facts.output_bytes for name in self.graph.classes)
+        return p2p_seconds(crossing, stride, self.cluster)
+
+    def price(self, unit_class: str, zero: int, recompute: Recompute, *, tied_copy: bool = False) -> UnitCost:
+        """The cost of one unit of `unit_class`; `tied_copy` leaves out parameters that another unit already holds."""
+        return self._class(unit_class).price(zero, recompute, tied_copy)
+
+    def _class(self, unit_class: str) -> _ClassPricer:
+        if unit_class not in self._classes:
+            setting = self.setting
+            priced = self.shared.priced(unit_class, setting.tp, setting.sequence, setting.microbatch)
+            self._classes[unit_class] = _ClassPricer(self, unit_class, priced)
+        return self._classes[unit_class]
+
+
+@dataclass(frozen=True)
+class _ClassPricer:
+    """The parts of a unit class's price that strategies share."""
+
+    pricer: UnitPricer
+    unit_class: str
+    priced: PricedFacts
+
+    @property
+    def facts(self) -> UnitFacts:
+        return self.priced.facts
+
+    @cached_property
+    def tensor_communication(self) -> tuple[float, float]:
+        return self._collectives("forward"), self._collectives("backward")
+
+    def _collectives(self, phase: Phase) -> float:
+        return sum(self._collective(op) for op in self.facts.phase(phase) if op.collective is not None)
+
+    def _collective(self, op: Operator) -> float:
+        assert op.collective is not None
+        return collective_seconds(op.collective, op.bytes_read, self.pricer.tensor_group, self.pricer.cluster)
+
+    def recompute_seconds(self, recompute: Recompute) -> tuple[float, float]:
+        """(compute, communication) that recomputation adds to a backward pass."""
+        if recompute == "none":
+            return 0.0, 0.0
+        if recompute == "full":
+            return self.priced.forward_seconds, self.tensor_communication[0]
+        return self.priced.again_seconds, self.tensor_communication[0]
+
+    def local_parameters(self, tied_copy: bool) -> float:
+        """Parameters on one rank of the tensor axis."""
+        sharded = self._sharded_names()
+        tied = self._tied_names() if tied_copy else frozenset()
+        degree = self.pricer.setting.tp
+        parameters = self.pricer.graph.classes[self.unit_class].parameters
+        return sum(p.numel / (degree if p.name in sharded else 1) for p in parameters if p.name not in tied)
+
+    def _sharded_names(self) -> frozenset[str]:
+        modules = self.priced.layout.modules if self.priced.layout else ()
+        names = (
+            ".".join(part for part in (module.module, name) if part)
+            for module in modules
+            for name, change in module.parameters.items()
+            if change.source.kind == "S"
+        )
+        return frozenset(names)
+
+    def _tied_names(self) -> frozenset[str]:
+        graph = self.pricer.graph
+        tied = {name for group in graph.tied for name in group}
+        modules = next(unit.modules for unit in graph.units if unit.unit_class == self.unit_class)
+        names = (parameter.name for parameter in graph.classes[self.unit_class].parameters)
+        return frozenset(name for name in names if absolute_name(modules, name) in tied)
+
+    def price(self, zero: int, recompute: Recompute, tied_copy: bool) -> UnitCost:
+        setting, device = self.pricer.setting, self.pricer.cluster.device
+        parameters = self.local_parameters(tied_copy)
+        again, again_communication = self.recompute_seconds(recompute)
+        forward, backward = self.priced.forward_seconds, self.priced.backward_seconds + again
+        data = self._data_parallel(zero, parameters, forward, backward)
+        owned = parameters / (setting.dp if zero else 1)
+        return UnitCost(
+            strategy=setting.strategy(zero, recompute),
+            forward_compute_seconds=forward,
+            forward_exposed_seconds=self.tensor_communication[0] + data.forward,
+            backward_compute_seconds=backward,
+            backward_exposed_seconds=self.tensor_communication[1] + again_communication + data.backward,
+            step_exposed_seconds=data.step,
+            optimizer_seconds=optimizer_seconds(owned, setting.optimizer, setting.precision, device)
+            + clip_seconds(owned, device),
+            states=self._states(zero, parameters),
+            activation_bytes=self._activation_bytes(recompute),
+            working_bytes=self._working_bytes(zero, recompute, parameters),
+        )
+
+    # -- the data-parallel axis
+
+    def _data_parallel(self, zero: int, parameters: float, forward: float, backward: float) -> _DataParallel:
+        """Exposed communication of the ZeRO level. The model's first unit has nothing to hide behind."""
+        group, cluster = self.pricer.data_group, self.pricer.cluster
+        if group.size == 1:
+            return _DataParallel()
+        slowdown = cluster.device.overlap_slowdown
+        alone = self.pricer.graph.units[0].unit_class == self.unit_class and len(self.pricer.graph.units) > 1
+
+        def exposed(compute: float, communication: float) -> float:
+            return communication if alone else exposed_seconds(compute, communication, slowdown)
+
+        gather = self._over_data("all_gather", gathered_bytes(parameters, self.pricer.setting.precision))
+        scatter = self._over_data("reduce_scatter", parameters * FP32_BYTES)
+        if zero == 0:
+            return _DataParallel(step=exposed(backward, self._over_data("all_reduce", parameters * FP32_BYTES)))
+        if zero == 1:
+            return _DataParallel(step=exposed(forward, gather) + exposed(backward, scatter))
+        if zero == 2:
+            return _DataParallel(step=exposed(forward, gather), backward=exposed(backward, scatter))
+        return _DataParallel(forward=exposed(forward, gather), backward=exposed(backward, gather + scatter))
+
+    def _over_data(self, kind: str, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, self.pricer.data_group, self.pricer.cluster)  # type: ignore[arg-type]
+
+    # -- memory
+
+    def _states(self, zero: int, parameters: float) -> ModelStates:
+        setting = self.pricer.setting
+        return model_states(
+            parameters,
+            zero=zero,
+            dp_shard=setting.dp if zero else 1,
+            dp_replicate=1 if zero else setting.dp,
+            precision=setting.precision,
+            optimizer=setting.optimizer,
+            num_microbatches=setting.num_microbatches,
+        )
+
+    def _activation_bytes(self, recompute: Recompute) -> float:
+        facts = self.facts
+        kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
+        return facts.input_bytes + min(kept, facts.saved_bytes)
+
+    def _working_bytes(self, zero: int, recompute: Recompute, parameters: float) -> float:
+        """Alive while this unit runs: recomputed activations, gradients on their way, gathered parameters."""
+        facts, setting = self.facts, self.pricer.setting
+        kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
+        rebuilt = max(facts.saved_bytes - kept, 0.0)
+        activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
+        gathered = 2 * gathered_bytes(parameters, setting.precision) if zero == 3 else 0
+        return activations + gathered + gradient_window_bytes([parameters], setting.precision, dp=setting.dp)
+
+
+@dataclass(frozen=True, slots=True)
+class _DataParallel:
+    """Exposed seconds of data-parallel communication: per microbatch forward and backward, and once a step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+
+
+def total_flops(graph: ModelGraph, num_samples: int) -> float:
+    """FLOPs of forward and backward of the whole model for `num_samples` samples, nothing recomputed."""
+    facts = {name: graph.source.facts(name, None, num_samples) for name in graph.classes}
+    return sum(n * (facts[name].forward_flops + facts[name].backward_flops) for name, n in graph.counts.items())
+
+
