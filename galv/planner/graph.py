@@ -61,6 +61,8 @@ class UnitFacts:
     """Most bytes alive at once inside forward, beyond parameters and inputs, saved ones included."""
     backward_peak_bytes: float
     """Most bytes alive at once inside backward, beyond parameters, their gradients and what forward saved."""
+    input_is_saved: bool = True
+    """Whether the unit itself keeps its input for backward; where not, only recomputation does."""
 
     def phase(self, phase: Phase) -> tuple[Operator, ...]:
         """The operators of one direction, in order."""

@@ -1,0 +1,163 @@
+"""Turns traces into the facts of a unit, and extends facts from two microbatch sizes to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galv.planner.capture.attention import DeviceKind, fused_attention
+from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.known_values import KnownValues
+from galv.planner.capture.operators import storage_key, tensors_in
+from galv.planner.capture.sample import ModuleCall
+from galv.planner.capture.skeleton import detached, differentiable
+from galv.planner.capture.trace import Recorder, Trace
+from galv.planner.graph import Operator, UnitFacts
+from galv.planner.plan import TensorParallelLayout
+
+_HELD_KINDS = ("matmul", "attention")
+"""Operators whose outputs selective recompute keeps."""
+
+
+def block_facts(
+    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+) -> UnitFacts:
+    """The facts of one repeated block for one call of it, on one rank of `layout`."""
+    recorder = Recorder(list(block.parameters()))
+    emulation = None if layout is None else Emulation(block.get_submodule, layout, recorder)
+    activation = call.tensor().detach().requires_grad_()
+    if emulation is not None:
+        activation = emulation.activation(activation)
+    args, kwargs = _with_activation(call, activation)
+    trace = recorder.trace = Trace()
+    trace.expect((args, kwargs), activation)
+    names = [(name, module) for name, module in block.named_modules() if name]
+    with torch.enable_grad(), KnownValues(), fused_attention(device):
+        local = emulation.installed() if emulation else nullcontext()
+        with local, recorder.naming(names), recorder.forward():
+            outputs = differentiable(block(*args, **kwargs))
+        output_bytes = size_bytes(outputs[0]) if outputs else 0
+        trace.output_key = storage_key(outputs[0]) if outputs else None
+        parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
+        others = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t is not activation]
+        own = parameters if emulation is None else emulation.parameters(parameters)
+        recorder.backward(outputs, [activation, *others], own)
+    return facts_of(trace, input_bytes=size_bytes(activation), output_bytes=output_bytes)
+
+
+def _with_activation(call: ModuleCall, activation: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with `activation` in its place."""
+    args, kwargs = list(detached(call.args)), detached(call.kwargs)
+    assert call.activation is not None, "a block is called with an activation"
+    if call.activation.isdigit():
+        args[int(call.activation)] = activation
+    else:
+        kwargs[call.activation] = activation
+    return tuple(args), kwargs
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def facts_of(trace: Trace, *, input_bytes: int, output_bytes: int) -> UnitFacts:
+    """What `trace` saw, as the facts of a unit or of a part of one."""
+    held = (op.bytes_written for op in trace.operators if op.phase == "forward" and op.kind in _HELD_KINDS)
+    return UnitFacts(
+        operators=tuple(trace.operators),
+        saved_bytes=trace.saved_bytes,
+        saved_selective_bytes=sum(held),
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+        forward_peak_bytes=trace.forward_peak_bytes,
+        backward_peak_bytes=trace.backward_peak_bytes,
+        input_is_saved=trace.input_is_saved,
+    )
+
+
+def joined(parts: Sequence[UnitFacts]) -> UnitFacts:
+    """The facts of a unit that executes `parts` one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    saved = [part.saved_bytes for part in parts]
+    return UnitFacts(
+        operators=tuple(op for part in parts for op in part.phase("forward"))
+        + tuple(op for part in reversed(parts) for op in part.phase("backward")),
+        saved_bytes=sum(saved),
+        saved_selective_bytes=sum(part.saved_selective_bytes for part in parts),
+        input_bytes=parts[0].input_bytes,
+        output_bytes=parts[-1].output_bytes,
+        forward_peak_bytes=max(sum(saved[:i]) + part.forward_peak_bytes for i, part in enumerate(parts)),
+        backward_peak_bytes=max(0.0, *(p.backward_peak_bytes - sum(saved[i + 1 :]) for i, p in enumerate(parts))),
+        input_is_saved=parts[0].input_is_saved,
+    )
+
+
+# ----------------------------------------------------------------------------------------------- other microbatches
+
+
+def extended(low: tuple[int, UnitFacts], high: tuple[int, UnitFacts], microbatch: int) -> UnitFacts | None:
+    """Facts at `microbatch` samples from those at two other sizes: every size grows as a constant plus a share for
+    each sample. None when the two traces do not have the same operators, so that no such rule can be told."""
+    (few, first), (many, second) = low, high
+    share = (microbatch - few) / (many - few)
+    if len(first.operators) != len(second.operators):
+        return None
+    operators = [_extended_operator(a, b, share) for a, b in zip(first.operators, second.operators, strict=True)]
+    if any(operator is None for operator in operators):
+        return None
+    sizes = ("saved_bytes", "saved_selective_bytes", "input_bytes", "output_bytes")
+    peaks = ("forward_peak_bytes", "backward_peak_bytes")
+    return UnitFacts(
+        operators=tuple(operator for operator in operators if operator is not None),
+        input_is_saved=first.input_is_saved,
+        **{name: _between(getattr(first, name), getattr(second, name), share) for name in sizes + peaks},
+    )
+
+
+def _between(first: float, second: float, share: float) -> float:
+    return first if first == second else first + (second - first) * share
+
+
+def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | None:
+    if (a.name, a.kind, a.phase, a.module, a.dtype) != (b.name, b.kind, b.phase, b.module, b.dtype):
+        return None
+    if (a.matmul is None, a.attention is None) != (b.matmul is None, b.attention is None):
+        return None
+    if a == b:
+        return a
+    return Operator(
+        a.name,
+        a.kind,
+        a.phase,
+        a.module,
+        a.dtype,
+        _between(a.flops, b.flops, share),
+        _between(a.bytes_read, b.bytes_read, share),
+        _between(a.bytes_written, b.bytes_written, share),
+        _extended_matmul(a, b, share),
+        _extended_attention(a, b, share),
+        a.collective,
+    )
+
+
+def _extended_matmul(a: Operator, b: Operator, share: float) -> tuple[float, float, float, float] | None:
+    if a.matmul is None or b.matmul is None:
+        return None
+    batch, m, n, k = (_between(x, y, share) for x, y in zip(a.matmul, b.matmul, strict=True))
+    return batch, m, n, k
+
+
+def _extended_attention(
+    a: Operator, b: Operator, share: float
+) -> tuple[float, float, float, float, float, bool] | None:
+    if a.attention is None or b.attention is None:
+        return None
+    pairs = zip(a.attention[:5], b.attention[:5], strict=True)
+    batch, heads, query, key, head_dim = (_between(x, y, share) for x, y in pairs)
+    return batch, heads, query, key, head_dim, a.attention[5]

@@ -1,0 +1,61 @@
+"""Lets a forward on the meta device ask for values that do not depend on data.
+
+Models look at tensors of their own making: whether position ids are consecutive, how long a mask is. On the meta
+device such a question has no answer, so integer and boolean tensors that are computed from nothing but constants are
+computed on the CPU as well, and their values handed out when asked for. What depends on data stays unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from galv.planner.capture.operators import tensors_in
+
+MAX_ELEMENTS = 1 << 22
+"""Larger tensors (attention masks) are not followed."""
+
+
+class KnownValues(TorchDispatchMode):
+    """Answers `.item()`, `bool()` and the like for meta tensors whose value is known."""
+
+    def __init__(self, known: dict[Tensor, Tensor] | None = None) -> None:
+        super().__init__()
+        self._values = WeakTensorKeyDictionary()
+        for tensor, value in (known or {}).items():
+            self._values[tensor] = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
+            return self._values[args[0]].item()
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point() and out.numel() <= MAX_ELEMENTS and out.is_meta:
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        if all(tensor in self._values for tensor in tensors_in((args, kwargs))) and not _is_random(func):
+            args, kwargs = self._on_cpu(args), self._on_cpu(kwargs)
+            self._values[out] = func(*args, **kwargs)
+        else:
+            self._values.pop(out, None)
+
+    def _on_cpu(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._values[value]
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._on_cpu(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._on_cpu(item) for key, item in value.items()}
+        return value
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func)

@@ -1,0 +1,164 @@
+"""Answers for the facts of every unit class by tracing, each (class, layout, microbatch) at most once.
+
+Traces are made at two microbatch sizes and extended to any other; where the two do not agree in their operators, the
+size asked for is traced itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.facts import block_facts, extended, facts_of, joined
+from galv.planner.capture.sample import ModuleCall, UnitSample
+from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
+from galv.planner.capture.source import ModelSource
+from galv.planner.capture.trace import Recorder
+from galv.planner.graph import Exclusion, UnitFacts
+from galv.planner.plan import SequenceMode, TensorParallelLayout, absolute_name
+
+FEW, MANY = 2, 4
+"""Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
+some operators disappear."""
+
+
+@dataclass(frozen=True)
+class ClassPlace:
+    """Where an example of a unit class lies in the model."""
+
+    modules: tuple[str, ...]
+    block: int | None
+    """Position among the executed blocks, None for embedding, head and a whole model."""
+    stretches: tuple[int, ...]
+    """The stretches around the blocks that count for it."""
+
+
+class TracedFacts:
+    """The `FactsSource` of a captured model."""
+
+    def __init__(
+        self, skeleton: Skeleton, source: ModelSource, dtype: torch.dtype, places: dict[str, ClassPlace]
+    ) -> None:
+        self.skeleton, self.source, self.dtype, self.places = skeleton, source, dtype, places
+        self._runs: dict[int, SkeletonRun] = {}
+        self._exact: dict[tuple[str, str, int], UnitFacts] = {}
+        self._facts: dict[tuple[str, str, int], UnitFacts] = {}
+        self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
+
+    # -- questions
+
+    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+        """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
+        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch)
+        if key not in self._facts:
+            self._facts[key] = self._found(unit_class, layout, microbatch)
+        return self._facts[key]
+
+    def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
+        """The placements found for a tensor-parallel degree, or why there are none."""
+        from galv.planner.sharding import find_layout  # it imports the sample type from here
+
+        key = (unit_class, degree, sequence)
+        if key not in self._layouts:
+            self._layouts[key] = find_layout(self.sample(unit_class), degree, sequence)
+        return self._layouts[key]
+
+    def sample(self, unit_class: str) -> UnitSample:
+        """An example unit of the class with the calls that it receives."""
+        place, run = self.places[unit_class], self.run(FEW)
+        modules = tuple((name, self.skeleton.model.get_submodule(name)) for name in place.modules)
+        if place.block is not None:
+            calls = [_module_call(run.calls[place.block])]
+        else:
+            named = {name: i for i, name in enumerate(place.modules)} if len(place.modules) > 1 else {}
+            calls = [
+                ModuleCall(str(named.get(name, "")), call.args, call.kwargs, call.activation)
+                for name, (_, call) in run.module_calls.items()
+                if name in place.modules
+            ]
+        return UnitSample(unit_class, modules, tuple(calls), FEW)
+
+    # -- traces
+
+    def run(self, num_samples: int) -> SkeletonRun:
+        """The run of the whole model's skeleton for `num_samples`, nothing sharded."""
+        if num_samples not in self._runs:
+            self._runs[num_samples] = self._run(num_samples)
+        return self._runs[num_samples]
+
+    def _run(self, num_samples: int, emulate: Callable[[Recorder], Emulation] | None = None) -> SkeletonRun:
+        inputs, known = model_inputs(self.source, num_samples, self.dtype)
+        return self.skeleton.run(inputs, known, emulate)
+
+    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+        if microbatch in (1, FEW, MANY):
+            return self._traced(unit_class, layout, microbatch)
+        few, many = (self._traced(unit_class, layout, size) for size in (FEW, MANY))
+        found = extended((FEW, few), (MANY, many), microbatch)
+        return self._traced(unit_class, layout, microbatch) if found is None else found
+
+    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+        place = self.places[unit_class]
+        key = (unit_class, _content(layout, place), num_samples)
+        if key not in self._exact:
+            self._exact[key] = self._trace(place, layout, num_samples)
+        return self._exact[key]
+
+    def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+        run, block = self.run(num_samples), place.block
+        if block is None:
+            if layout is not None:
+                run = self._run(num_samples, lambda recorder: self._emulation(place, layout, recorder))
+            return joined([_stretch_facts(run, stretch, place) for stretch in place.stretches])
+        call = run.calls[block]
+        module = self.skeleton.model.get_submodule(call.name)
+        own = block_facts(module, _module_call(call), self.skeleton.device, layout)
+        before = [_stretch_facts(run, stretch, place) for stretch in place.stretches if stretch <= block]
+        after = [_stretch_facts(run, stretch, place) for stretch in place.stretches if stretch > block]
+        return joined([*before, own, *after])
+
+    def _emulation(self, place: ClassPlace, layout: TensorParallelLayout, recorder: Recorder) -> Emulation:
+        def module_named(relative: str) -> nn.Module:
+            return self.skeleton.model.get_submodule(absolute_name(place.modules, relative))
+
+        return Emulation(module_named, layout, recorder)
+
+
+# ----------------------------------------------------------------------------------------------- helpers
+
+
+def model_inputs(
+    source: ModelSource, num_samples: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(inputs on the meta device, floating ones as `dtype`; the values of integer inputs that have some)."""
+    example = source.example(num_samples)
+    inputs = {
+        name: torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+        for name, tensor in example.items()
+    }
+    known = {name: t.cpu() for name, t in example.items() if not t.is_meta and not t.is_floating_point()}
+    return inputs, known
+
+
+def _module_call(call: BlockCall) -> ModuleCall:
+    return ModuleCall("", call.args, call.kwargs, call.activation)
+
+
+def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
+    """What of a layout makes a difference to the trace: around the blocks, the sequence mode does not."""
+    if layout is None:
+        return ""
+    return layout.model_dump_json(exclude={"sequence"} if place.block is None else None)
+
+
+def _stretch_facts(run: SkeletonRun, stretch: int, place: ClassPlace) -> UnitFacts:
+    given = run.calls[stretch - 1].output_bytes if stretch else 0
+    passed = 0
+    if stretch < len(run.calls):
+        call = run.calls[stretch]
+        passed = sum(t.numel() * t.element_size() for t in [_module_call(call).tensor()])
+    return facts_of(run.stretches[stretch], input_bytes=given, output_bytes=passed)
