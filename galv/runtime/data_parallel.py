@@ -1,0 +1,132 @@
+"""How units share their parameters and reduce their gradients over the data axes: ZeRO 0 to 3, unit by unit.
+
+Everything is FSDP2's `fully_shard` over a unit's (dp_replicate, dp_shard) mesh; levels differ in what is done when
+(ZeRO, arXiv 1910.02054):
+
+    zero 3   parameters freed after forward and backward; gradients reduce-scattered every microbatch
+    zero 2   parameters gathered once a step; gradients reduce-scattered every microbatch
+    zero 1   parameters gathered once a step; gradients reduce-scattered at the last microbatch only
+    zero 0   the same with dp_shard 1: gradients all-reduced at the last microbatch only
+
+Replicas of shards (dp_replicate > 1 with zero 1 to 3) are all-reduced at the last microbatch only. `fully_shard` over a
+shard axis of length 1 does what torch's composable `replicate` does, at the same cost, so one mechanism serves all.
+Where nothing is sharded and nothing is cast (every unit zero 0, tp 1, fp32, no pipeline) DistributedDataParallel takes its
+place, which needs no second copy of parameters and gradients.
+
+Gradients are averaged over the data-parallel groups, as users of DDP expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from galv.planner.plan import Plan, Precision, Unit
+
+COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units of this rank that share one FSDP group: one, or those tied to one another."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def zero(self) -> int:
+        """The level of the group: tied units take the highest among them, since their tensor is gathered once."""
+        return max(unit.strategy.zero for unit in self.units)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit whose mesh and level the group has."""
+        return max(self.units, key=lambda unit: unit.strategy.zero)
+
+
+def grouped(units: Sequence[Unit], tied: Iterable[Sequence[str]]) -> list[Group]:
+    """The units in groups, tied units together, each group where its first unit stands; outer modules last.
+
+    `tied` are the groups of parameter names that are one tensor.
+    """
+    groups: list[tuple[Unit, ...]] = [(unit,) for unit in units]
+    for names in tied:
+        together = [group for group in groups if any(owns(unit, name) for unit in group for name in names)]
+        if len(together) > 1:
+            merged = tuple(unit for group in together for unit in group)
+            groups[groups.index(together[0])] = merged
+            groups = [group for group in groups if group not in together]
+    return [Group(group) for group in sorted(groups, key=_depth, reverse=True)]
+
+
+def owns(unit: Unit, name: str) -> bool:
+    """Whether the parameter or module `name` lies within `unit`."""
+    return any(not module or name == module or name.startswith(f"{module}.") for module in unit.modules)
+
+
+def _depth(group: tuple[Unit, ...]) -> int:
+    """0 for a group that owns the root, 1 for all others: sorting is stable."""
+    return min(1 if module else 0 for unit in group for module in unit.modules)
+
+
+def uses_ddp(plan: Plan) -> bool:
+    """Whether DistributedDataParallel runs this plan."""
+    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units())
+    return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
+
+
+def uses_fsdp(plan: Plan) -> bool:
+    """Whether `fully_shard` runs this plan; where neither it nor DDP does, there is nothing to reduce or cast."""
+    return not uses_ddp(plan) and (plan.data_parallel_degree > 1 or plan.training.precision != "fp32")
+
+
+def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:
+    """One FSDP group of `modules`, in place; `mesh` is 2-D, (dp_replicate, dp_shard). Apply to inner modules first."""
+    policy = MixedPrecisionPolicy()
+    if precision != "fp32":
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
+    target: Any = list(modules) if len(modules) > 1 else modules[0]
+    fully_shard(target, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    group = modules[0]
+    assert isinstance(group, FSDPModule), "fully_shard makes its modules FSDP modules"
+    # gloo knows only sums, and NCCL sums without copies; the division is of the reduced shard.
+    group.set_force_sum_reduction_for_comms(True)
+    return group
+
+
+class GradientSync:
+    """Says to every unit what to do with its gradients in the microbatch to come."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[FSDPModule, int]] = []
+        self._ddp: DistributedDataParallel | None = None
+
+    def add(self, group: FSDPModule, zero: int) -> None:
+        """Takes charge of an FSDP group of that level."""
+        self._groups.append((group, zero))
+
+    def add_ddp(self, ddp: DistributedDataParallel) -> None:
+        """Takes charge of a replicated model."""
+        self._ddp = ddp
+
+    def prepare(self, *, last: bool) -> None:
+        """Sets what the next forward and backward do; `last` when no other microbatch follows in this step.
+
+        With a pipeline, whose forwards run ahead, before each backward.
+        """
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = last
+        for group, zero in self._groups:
+            group.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+            group.set_requires_all_reduce(last, recurse=False)
+            group.set_reshard_after_backward(last or zero == 3, recurse=False)

@@ -1,0 +1,183 @@
+"""The parallel model that a training loop sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from galv.errors import UsageError
+from galv.planner.plan import Layout, Plan
+from galv.runtime.data_parallel import GradientSync
+from galv.runtime.full_state import full_state
+from galv.runtime.gradients import clip_gradients
+from galv.runtime.loss import count_targets, loss_of, microbatch_weights, weighted
+from galv.runtime.mesh import Meshes
+from galv.runtime.optimizer import OptimizerFactory, build_optimizer
+from galv.runtime.recompute import original_name
+from galv.runtime.schedule import PipelineRunner
+
+
+@dataclass(eq=False)
+class Parts:
+    """What `parallelize` has made of the model, besides the model."""
+
+    plan: Plan
+    meshes: Meshes
+    device: torch.device
+    sync: GradientSync
+    layouts: dict[str, Layout]
+    """By original name, how parameters are cut along the tensor axis."""
+    copies: frozenset[str]
+    """Parameters that are copies of one on an earlier stage."""
+    shifts_labels: bool
+    called: nn.Module
+    """What a forward calls: the model, or DistributedDataParallel around it."""
+    runner: PipelineRunner | None
+
+
+class ParallelModule(nn.Module):
+    """One rank's part of a model that trains under a plan. Every rank must call the same methods in the same order.
+
+    `train_step` does a whole step's forward and backward; without a pipeline the module can also be called like the
+    model it was made of, on this rank's samples, with gradients averaged over the data-parallel groups in backward.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        super().__init__()
+        self.model = model
+        """This rank's stage: the user's own modules under their own names."""
+        self.plan, self.device, self._parts = parts.plan, parts.device, parts
+
+    # -- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for this rank's samples. Raises UsageError with a pipeline."""
+        if self._parts.runner is not None:
+            raise UsageError(
+                f"a pipeline of {self.plan.pipeline.degree} stages has no forward of its own; call train_step(batch)"
+            )
+        output = self._parts.called(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._free_gathered()
+        return output
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss over the global batch, a float32 scalar alike on every rank; gradients are accumulated.
+
+        `batch` has this rank's samples, see `shard_batch`. Clip, update and zero the gradients afterwards. Raises
+        UsageError when the batch is not of the plan's size.
+        """
+        microbatches = self._microbatches(self._on_device(batch))
+        counts = torch.stack([count_targets(m, shifted=self._parts.shifts_labels) for m in microbatches])
+        meshes = self._parts.meshes
+        weights = microbatch_weights(counts.to(self.device), meshes.data_group, meshes.data_degree)
+        if self._parts.runner is not None:
+            loss = self._parts.runner.step(self._on_device(batch), weights)
+        else:
+            loss = self._accumulate(microbatches, weights)
+        dist.all_reduce(loss, group=meshes.data_group)
+        return loss / meshes.data_degree
+
+    def _accumulate(self, microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
+        """The sum of this rank's weighted losses, after forward and backward of every microbatch."""
+        total = torch.zeros((), device=self.device)
+        for i, microbatch in enumerate(microbatches):
+            self._parts.sync.prepare(last=i == len(microbatches) - 1)
+            loss = weighted(loss_of(self(**microbatch)), weights[i])
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, a loop's own backward leaves gradients unreduced where the plan's ZeRO levels allow.
+
+        As DistributedDataParallel's: for all microbatches of a step but the last. Forward must be inside too.
+        """
+        self._parts.sync.prepare(last=False)
+        try:
+            yield
+        finally:
+            self._parts.sync.prepare(last=True)
+
+    # -- samples
+
+    def shard_batch(self, global_batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's samples of `global_batch`, on its device, for `train_step` or a forward.
+
+        Raises UsageError when the global batch is not of the plan's size.
+        """
+        self._check_size(global_batch, self.plan.training.global_batch, "the global batch")
+        rank, degree = self._parts.meshes.data_rank, self._parts.meshes.data_degree
+        return self._on_device({name: self._part(name, t, degree)[rank] for name, t in global_batch.items()})
+
+    def _microbatches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        count = self.plan.training.num_microbatches
+        self._check_size(batch, count * self.plan.micro_batch, "this rank's batch")
+        parts = {name: self._part(name, value, count) for name, value in batch.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(count)]
+
+    def _part(self, name: str, value: Any, count: int) -> Any:
+        """The `count` equal parts of an input along its samples; `count` times the input when it has none."""
+        dim = self._batch_dims().get(name, 0)
+        if dim is None or not isinstance(value, Tensor):
+            return [value] * count
+        return value.chunk(count, dim)
+
+    def _check_size(self, batch: Mapping[str, Any], expected: int, what: str) -> None:
+        dims = self._batch_dims()
+        for name, value in batch.items():
+            dim = dims.get(name, 0)
+            if isinstance(value, Tensor) and dim is not None and value.shape[dim] != expected:
+                raise UsageError(
+                    f"{what} has {value.shape[dim]} samples of {name!r}, but the plan needs {expected} "
+                    f"(global batch {self.plan.training.global_batch}, {self._parts.meshes.data_degree} data-parallel "
+                    f"groups); plan again with another global batch to train with more or fewer"
+                )
+
+    def _batch_dims(self) -> dict[str, int | None]:
+        return {spec.name: spec.batch_dim for spec in self.plan.model.inputs}
+
+    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for n, v in batch.items()}
+
+    # -- update
+
+    def optimizer(self, optimizer: str | OptimizerFactory | None = None, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer over this rank's parameters: a class, "adamw", "sgd", or by default the plan's.
+
+        `options` (`lr`, `weight_decay`, ...) go to the class. Raises UnknownName.
+        """
+        return build_optimizer(self.parameters(), optimizer or self.plan.training.optimizer, **options)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The 2-norm of the whole model's gradients, alike on every rank, which are scaled down in place to `max_norm`.
+
+        Use it in place of `torch.nn.utils.clip_grad_norm_`, which sees only one rank's part.
+        """
+        copies = [p for name, p in self.model.named_parameters() if original_name(name) in self._parts.copies]
+        stages = self._parts.meshes.base.get_group("pp") if self.plan.pipeline.degree > 1 else None
+        return clip_gradients(self.parameters(), max_norm, copies=copies, stages=stages, device=self.device)
+
+    # -- weights
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
+        """The whole model's parameters and persistent buffers, full, on the CPU, under their original names.
+
+        Gathered one at a time, and kept on rank 0 only unless `all_ranks`; the others return an empty dict.
+        """
+        keep = all_ranks or dist.get_rank() == 0
+        return full_state(self.model, self._parts.layouts, self._parts.meshes.base.get_group("pp"), keep=keep)
+
+    def _free_gathered(self) -> None:
+        """Parameters gathered for an evaluation must not outlive the optimizer's next update."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

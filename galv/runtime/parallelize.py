@@ -1,0 +1,220 @@
+"""The ordered list of what is applied to a model to run it under a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from galv.errors import ModelError
+from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
+from galv.runtime import data_parallel
+from galv.runtime.data_parallel import GradientSync, Group
+from galv.runtime.loss import shifts_labels
+from galv.runtime.materialize import Materializer, Weights, broadcast_weights
+from galv.runtime.mesh import Meshes, join_world
+from galv.runtime.module import ParallelModule, Parts
+from galv.runtime.pipeline import StageModule, build_stage
+from galv.runtime.recompute import apply_recompute
+from galv.runtime.schedule import PipelineRunner
+from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
+from galv.runtime.ties import Ties
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    glue: fx.GraphModule | None = None,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    weights: Weights | None = None,
+    fingerprint: str | None = None,
+) -> ParallelModule:
+    """This rank's part of `model`, ready to train under `plan`. Changes the model in place; every rank must call it.
+
+    Meta tensors of the model are initialized from `seed`, or taken from `weights` (see `materialize`); real ones keep
+    rank 0's values. `glue` is the model's traced forward around its units, needed with a pipeline. `device` is by
+    default this rank's GPU where there is one and NCCL talks to it, else the CPU.
+
+    Raises RunError when the world size is not the plan's, and ModelError when the model is not (`fingerprint` is the
+    model's, when known) or when it has a tensor that cannot be initialized.
+    """
+    _check_model(model, plan, fingerprint)
+    place = join_world(plan, device)
+    here = _here(model, plan, glue, Meshes(plan, place.type), place)
+    # Every rank still has the whole model, on whatever device.
+    broadcast_weights(model, place)
+    materializer = Materializer(model, here.ties, seed=seed, device=place, weights=weights)
+    for group in here.groups:
+        for unit in group.units:
+            # The unit is whole for a moment; each step after the first keeps this rank's part of it only.
+            _materialize(here, unit, materializer)
+            # Before recompute, so that recomputing moves between layouts as the first time did.
+            _tensor_parallel(here, unit)
+            # Inside data parallelism, so that the parameters gathered for backward serve recomputing too.
+            _recompute(here, unit)
+        _shard(here, group)
+    # What no unit holds: buffers.
+    materializer.fill(here.stage, "")
+    # After all units, for the outermost module gathers and frees nothing itself but leads those inside.
+    _shard_root(here)
+    # Outside of recompute, so that a recomputed block does not move its input again.
+    _convert_borders(here)
+    return _finished(model, here)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What is known about this rank while its part of the model is made."""
+
+    plan: Plan
+    meshes: Meshes
+    device: torch.device
+    holder: nn.Module
+    """Holds the stage as `model`, so that every module of the stage has a parent."""
+    ties: Ties
+    sync: GradientSync = field(default_factory=GradientSync)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> nn.Module:
+        return self.module("")
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.plan.stages[self.meshes.stage_index].units
+
+    @property
+    def groups(self) -> list[Group]:
+        return data_parallel.grouped(self.units, self.plan.model.tied)
+
+    def module(self, name: str) -> nn.Module:
+        """The stage's module of that name, as it is now."""
+        return self.holder.get_submodule(f"model.{name}".rstrip("."))
+
+
+def _here(
+    model: nn.Module, plan: Plan, glue: fx.GraphModule | None, meshes: Meshes, device: torch.device
+) -> _Here:
+    stage: nn.Module = model
+    if plan.pipeline.degree > 1:
+        if glue is None:
+            raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
+        stage = build_stage(model, plan, glue, meshes.stage_index, device)
+    holder = nn.Module()
+    holder.add_module("model", stage)
+    return _Here(plan, meshes, device, holder, Ties(stage))
+
+
+# ----------------------------------------------------------------------------------------------- checks
+
+
+def _check_model(model: nn.Module, plan: Plan, fingerprint: str | None) -> None:
+    if fingerprint is not None and fingerprint != plan.model.fingerprint:
+        raise ModelError(
+            f"the plan was made for another model than this {type(model).__name__}: {plan.model.name} with fingerprint "
+            f"{plan.model.fingerprint}, and this one has {fingerprint}; plan again for this model"
+        )
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    missing = [name for unit in plan.units() for name in unit.modules if name not in known]
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    units = list(plan.units())
+    stray = [name for name in names if not any(data_parallel.owns(unit, name) for unit in units)]
+    if missing or stray:
+        what = f"a module {missing[0]!r}, which this one has not" if missing else f"no parameter {stray[0]!r}"
+        raise ModelError(
+            f"the plan was made for another model than this {type(model).__name__}: {plan.model.name} has {what}"
+        )
+
+
+# ----------------------------------------------------------------------------------------------- steps
+
+
+def _materialize(here: _Here, unit: Unit, materializer: Materializer) -> None:
+    for name in unit.modules:
+        materializer.fill(here.module(name), name)
+
+
+def _tensor_parallel(here: _Here, unit: Unit) -> None:
+    layout = here.plan.layout_of(unit)
+    if layout is None:
+        return
+    mesh = here.meshes.of(unit.strategy)["tp"]
+    apply_tensor_parallel(lambda name: here.module(absolute_name(unit.modules, name)), layout, mesh, here.ties)
+    for part in layout.modules:
+        for name, change in part.parameters.items():
+            here.layouts[absolute_name(unit.modules, f"{part.module}.{name}".lstrip("."))] = change.source
+
+
+def _recompute(here: _Here, unit: Unit) -> None:
+    for name in unit.modules:
+        parent, _, child = f"model.{name}".rstrip(".").rpartition(".")
+        apply_recompute(here.holder.get_submodule(parent), child, unit.strategy.recompute)
+
+
+def _shard(here: _Here, group: Group) -> None:
+    if not data_parallel.uses_fsdp(here.plan):
+        return
+    mesh = here.meshes.of(group.unit.strategy)["dp_replicate", "dp_shard"]
+    modules = [here.module(name) for unit in group.units for name in unit.modules]
+    here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision), group.zero)
+
+
+def _shard_root(here: _Here) -> None:
+    is_unit = any("" in unit.modules for unit in here.units)
+    if data_parallel.uses_fsdp(here.plan) and not is_unit:
+        fully_shard(here.stage, mesh=here.meshes.of(here.units[0].strategy)["dp_replicate", "dp_shard"])
+
+
+def _convert_borders(here: _Here) -> None:
+    """Changes the layout of the activation in front of each unit that takes another than the unit before it gives."""
+    everything = list(here.plan.units())
+    for before, unit in zip(everything, everything[1:], strict=False):
+        if unit not in here.units or before.activation == unit.activation:
+            continue
+        change = Redistribution(source=before.activation, target=unit.activation)
+        mesh = here.meshes.of(unit.strategy)["tp"]
+        if unit.is_block:
+            convert_input(here.module(unit.modules[0]), change, mesh)
+        elif before in here.units:  # the head has no one module that takes the activation: what gives it changes it
+            convert_output(here.module(before.modules[0]), change, mesh)
+        else:
+            convert_input(here.stage, change, mesh)
+
+
+def _finished(model: nn.Module, here: _Here) -> ParallelModule:
+    called = here.stage
+    if data_parallel.uses_ddp(here.plan):
+        called = DistributedDataParallel(
+            here.stage,
+            process_group=here.meshes.data_group,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+        )
+        here.sync.add_ddp(called)
+    parts = Parts(
+        plan=here.plan,
+        meshes=here.meshes,
+        device=here.device,
+        sync=here.sync,
+        layouts=here.layouts,
+        copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
+        shifts_labels=shifts_labels(model),
+        called=called,
+        runner=_runner(here),
+    )
+    return ParallelModule(here.stage, parts)
+
+
+def _runner(here: _Here) -> PipelineRunner | None:
+    if not isinstance(here.stage, StageModule):
+        return None
+    group = here.meshes.base.get_group("pp")
+    return PipelineRunner(
+        here.stage, here.plan, group, here.device, before_backward=lambda last: here.sync.prepare(last=last)
+    )

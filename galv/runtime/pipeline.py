@@ -1,0 +1,251 @@
+"""Cuts the traced forward of a model into pipeline stages: what each stage computes, and what crosses to the next.
+
+Modules run on the stage of their unit. Operators between them that need nothing but the model's inputs (position ids,
+masks, rotary tables) are computed again on every stage that uses them; all others run as early as they can. So only
+what must crosses a border: the hidden states, and whatever else a later stage takes from an earlier one (a skip
+connection passes through the stages between). The modules stay the user's own, under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from galv.errors import ModelError
+from galv.planner.plan import Plan, Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A tensor that crosses from one stage to the next, as one rank holds it."""
+
+    name: str
+    meta: Tensor
+    """Its shape and dtype, on the meta device."""
+    needs_grad: bool
+
+
+class StageModule(nn.Module):
+    """One stage of a model: the modules of its units under their original names, and the forward between them.
+
+    `forward(*crossings, **inputs)` takes what comes from the stage before and the model inputs named in
+    `input_names`; it returns the tuple of `crossings_out`, or the loss on the last stage.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        stage_index: int,
+        num_stages: int,
+        crossings_in: Sequence[Crossing],
+        crossings_out: Sequence[Crossing],
+    ) -> None:
+        super().__init__()
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.crossings_in, self.crossings_out = tuple(crossings_in), tuple(crossings_out)
+        placeholders = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+        self.input_names = tuple(placeholders[len(self.crossings_in) :])
+        self.tied_copies: frozenset[str] = frozenset()
+        """Parameters of this stage that are copies of one on an earlier stage; a gradient norm skips them."""
+        self._function = _compiled(graph)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def forward(self, *crossings: Tensor, **inputs: Tensor) -> Any:
+        """The tensors of `crossings_out`, or the loss on the last stage."""
+        return self._function(self, *crossings, **inputs)
+
+
+def build_stage(
+    model: nn.Module, plan: Plan, glue: fx.GraphModule, stage_index: int, device: torch.device
+) -> StageModule:
+    """Stage `stage_index` of `plan` as a module, holding `model`'s own modules, whatever device they lie on now.
+
+    `glue` is the model's forward with the units' modules as opaque calls (`planner.capture.glue`), traced for one
+    microbatch of one rank; constants and factories of the glue run on `device`. Raises ModelError when the plan's
+    units are not the model's, or do not run in the plan's order.
+    """
+    owners = {module: unit for unit in plan.units() for module in unit.modules}
+    cut = _Cut(glue.graph, owners, module_stages(plan), len(plan.stages))
+    before, after = cut.crossings(stage_index - 1), cut.crossings(stage_index)
+    graph = _stage_graph(cut, stage_index, before, after, device)
+    stage = StageModule(
+        graph,
+        stage_index,
+        len(plan.stages),
+        [cut.described(node) for node in before],
+        [cut.described(node) for node in after],
+    )
+    stage.tied_copies = _tied_copies(plan, stage_index)
+    for unit in plan.stages[stage_index].units:
+        for name in unit.modules:
+            _attach(stage, name, model.get_submodule(name))
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            _attach_tensor(stage, str(node.target), model, glue, device)
+    return stage
+
+
+# ----------------------------------------------------------------------------------------------- the cut
+
+
+class _Cut:
+    """Which stage computes each node of the glue; None for nodes that any stage can compute from the inputs."""
+
+    def __init__(
+        self, graph: fx.Graph, owners: dict[str, Unit], module_stages: dict[str, int], num_stages: int
+    ) -> None:
+        self.graph, self.owners, self.num_stages = graph, owners, num_stages
+        self.stages: dict[fx.Node, int | None] = {}
+        for node in graph.nodes:
+            self.stages[node] = self._stage(node, module_stages)
+        self.stages[self.output] = num_stages - 1
+
+    @property
+    def output(self) -> fx.Node:
+        return next(reversed(self.graph.nodes))
+
+    def _stage(self, node: fx.Node, module_stages: dict[str, int]) -> int | None:
+        before = max((s for source in node.all_input_nodes if (s := self.stages[source]) is not None), default=None)
+        if node.op != "call_module":
+            return 0 if before is None and _is_random(node) else before
+        stage = module_stages.get(str(node.target))
+        if stage is None:
+            raise ModelError(f"no unit of the plan holds module {node.target!r}; was the plan made for this model?")
+        if before is not None and before > stage:
+            raise ModelError(
+                f"module {node.target!r} is on stage {stage} but needs a value from stage {before}; units must be "
+                "listed in the order in which the model runs them"
+            )
+        return stage
+
+    def crossings(self, border: int) -> list[fx.Node]:
+        """The nodes computed on stage `border` or earlier and used later, in the order of the graph."""
+        if not 0 <= border < self.num_stages - 1:
+            return []
+        return [node for node, stage in self.stages.items() if stage is not None and self._crosses(node, stage, border)]
+
+    def _crosses(self, node: fx.Node, stage: int, border: int) -> bool:
+        return stage <= border and any((self.stages[user] or 0) > border for user in node.users)
+
+    def described(self, node: fx.Node) -> Crossing:
+        """The crossing tensor that `node` computes, cut along the sequence when its unit leaves it so."""
+        value = node.meta["val"]
+        assert isinstance(value, Tensor), f"{node.name} crosses a stage border but is no single tensor"
+        unit = self._producer(node)
+        if unit is not None and unit.activation.kind == "S" and value.is_floating_point():
+            value = value.narrow(1, 0, value.shape[1] // unit.strategy.tp)
+        return Crossing(node.name, torch.empty(value.shape, dtype=value.dtype, device="meta"), node.meta["grad"])
+
+    def _producer(self, node: fx.Node) -> Unit | None:
+        """The unit whose activation `node` is: its module's output or the first part of it."""
+        while node.op == "call_function" and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        return self.owners[str(node.target)] if node.op == "call_module" else None
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+# ----------------------------------------------------------------------------------------------- the stage's forward
+
+
+def _stage_graph(
+    cut: _Cut, stage_index: int, before: Sequence[fx.Node], after: Sequence[fx.Node], device: torch.device
+) -> fx.Graph:
+    last = stage_index == cut.num_stages - 1
+    results = cut.output.all_input_nodes if last else after
+    needed = _needed(cut, stage_index, results, set(before))
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in before}
+    order = sorted(needed, key=lambda node: node.op != "placeholder")
+    for node in order:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].kwargs = _on_device(node, copies[node].kwargs, device)
+    graph.output(copies[results[0]] if last else tuple(copies[node] for node in after))
+    return graph
+
+
+def _needed(cut: _Cut, stage_index: int, results: Iterable[fx.Node], given: set[fx.Node]) -> list[fx.Node]:
+    """What the stage computes: its own nodes and what these take from the inputs, in the order of the graph."""
+    wanted = {node for node, stage in cut.stages.items() if stage == stage_index and node.op != "output"}
+    wanted.update(node for node in results if node not in given)
+    for node in reversed(list(cut.stages)):
+        if node in wanted:
+            wanted.update(source for source in node.all_input_nodes if source not in given)
+    return [node for node in cut.stages if node in wanted]
+
+
+def _on_device(node: fx.Node, kwargs: Any, device: torch.device) -> Any:
+    return {**kwargs, "device": device} if node.op == "call_function" and kwargs.get("device") is not None else kwargs
+
+
+def _compiled(graph: fx.Graph) -> Any:
+    """The graph as a Python function of the module and its placeholders; it forgets values after their last use."""
+    code = graph.python_code("self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, "<pipeline stage>", "exec"), namespace)
+    return namespace["forward"]
+
+
+# ----------------------------------------------------------------------------------------------- the stage's modules
+
+
+def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Makes `module` known as `root.<name>`, through empty modules on the way."""
+    path, _, last = name.rpartition(".")
+    _holder(root, path).add_module(last, module)
+
+
+def _attach_tensor(stage: nn.Module, name: str, model: nn.Module, glue: fx.GraphModule, device: torch.device) -> None:
+    """Makes a buffer of the model, or a constant of the glue, known as `stage.<name>`."""
+    if name not in dict(model.named_buffers()):
+        stage.register_buffer(name, getattr(glue, name).to(device), persistent=False)
+        return
+    path = name.rpartition(".")[0]
+    owner = model.get_submodule(path)
+    if path and not any(True for _ in owner.parameters()):
+        _attach(stage, path, owner)
+        return
+    holder = _holder(stage, path)
+    # Shared, so that whoever materializes the model's buffers materializes the stage's.
+    holder._buffers = owner._buffers
+
+
+def _holder(root: nn.Module, path: str) -> nn.Module:
+    """The module `root.<path>`, made of empty modules where there are none."""
+    holder = root
+    for part in filter(None, path.split(".")):
+        if part not in holder._modules:
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    return holder
+
+
+# ----------------------------------------------------------------------------------------------- tied weights
+
+
+def module_stages(plan: Plan) -> dict[str, int]:
+    """The stage of each module that a unit owns."""
+    return {module: index for index, stage in enumerate(plan.stages) for unit in stage.units for module in unit.modules}
+
+
+def stage_of(parameter: str, stages: dict[str, int]) -> int:
+    """The stage, among those of `module_stages`, that holds `parameter`."""
+    return next(stage for module, stage in stages.items() if parameter.startswith(f"{module}."))
+
+
+def _tied_copies(plan: Plan, stage_index: int) -> frozenset[str]:
+    stages = module_stages(plan)
+    copies: set[str] = set()
+    for group in plan.model.tied:
+        held = {name: stage_of(name, stages) for name in group}
+        copies |= {name for name, stage in held.items() if stage == stage_index > min(held.values())}
+    return frozenset(copies)
