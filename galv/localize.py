@@ -6,6 +6,7 @@ what would move. So what is priced and what runs cannot drift apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,10 +33,11 @@ def localize(
     tensor axis (with its gradient), and `local_parameter` gives this rank's part of a module's own parameter as stored.
     """
     handles: list[RemovableHandle] = []
-    for module, arguments in _by_module(layout.local_arguments):
-        handles += _install_local_arguments(module_named(module), arguments)
+    # Borders before arguments: a redistribution at a border must not be counted among the module's own calls.
     for part in layout.modules:
         handles += _install_module(module_named(part.module), part, redistribute, local_parameter)
+    for module, arguments in _by_module(layout.local_arguments):
+        handles += _install_local_arguments(module_named(module), arguments)
     return handles
 
 
@@ -100,21 +102,19 @@ class _LocalArguments(TorchFunctionMode):
         self.seen[name] = occurrence + 1
         change = self.changes.get((name, occurrence))
         if change:
-            args, kwargs = _with_integers((args, kwargs), change)
+            args, kwargs = with_integers((args, kwargs), change.get)
         return func(*args, **kwargs)
 
 
-def _with_integers(tree: Any, change: dict[int, int]) -> Any:
-    """`tree` with its i-th integer (in reading order) replaced by `change[i]`."""
-    position = -1
+def with_integers(tree: Any, change: Callable[[int, int], int]) -> Any:
+    """`tree` with its i-th integer (in reading order, tensors left out) `n` replaced by `change(i, n)`."""
+    count = itertools.count()
 
     def visit(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, bool) or isinstance(value, Tensor):
+        if isinstance(value, (bool, Tensor)):
             return value
         if isinstance(value, int):
-            position += 1
-            return change.get(position, value)
+            return change(next(count), value)
         if isinstance(value, (tuple, list, torch.Size)):
             return tuple(visit(item) for item in value) if not isinstance(value, list) else [visit(x) for x in value]
         if isinstance(value, dict):

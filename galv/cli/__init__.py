@@ -1,0 +1,1 @@
+"""The `galv` command, one file a subcommand: each parses, calls `galv.api` and prints. Nothing here decides."""

@@ -1,0 +1,38 @@
+# Every target sets up what it needs. PYTHON is the interpreter that the environment is made from, VENV where it goes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.galv-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench format
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## make .venv and install galv with what it needs for development
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,transformers]' --constraint constraints.txt
+	@touch $@
+
+demo: $(READY) ## plan a real model, then plan and train a small one on this machine
+	$(BIN)/python examples/demo.py
+
+test: $(READY) ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(READY) ## format, lint, types, layers and tests: what CI runs
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+bench: $(READY) ## run the benchmarks
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "$$script"; $(BIN)/python "$$script"; done
+
+format: $(READY) ## put the code in its one form
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix

@@ -1,0 +1,40 @@
+"""An ordinary training script: the model is the user's, galv makes it parallel.
+
+    galv plan configs/models/llama-tiny.json --cluster cpu:4x1 --seq-len 128 --global-batch 16 -o plan.json
+    galv run plan.json examples/train.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import galv
+
+
+def main() -> None:
+    """Trains a small Llama on random tokens for ten steps."""
+    dist.init_process_group()
+    plan = galv.Plan.from_json(open(os.environ["GALV_PLAN"], encoding="utf-8").read())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("configs/models/llama-tiny.json"))
+
+    module = galv.parallelize(model, plan)
+    optimizer = module.optimizer("adamw", lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(10):
+        tokens = torch.randint(4096, (plan.training.global_batch, plan.training.seq_len), generator=generator)
+        loss = module.train_step(module.shard_batch({"input_ids": tokens, "labels": tokens}))
+        module.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {float(loss):.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

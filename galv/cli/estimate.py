@@ -1,0 +1,74 @@
+"""`galv estimate`: price one layout given by hand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from galv.cli import options
+from galv.cli.files import check_writable
+from galv.cli.output import deliver
+
+MicroBatch = Annotated[
+    int, typer.Option("--micro-batch", min=1, metavar="N", help="Samples that one data-parallel group takes at once.")
+]
+Tp = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel degree.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline degree; data parallel takes the rest.")]
+Zero = Annotated[int, typer.Option("--zero", min=0, max=3, help="ZeRO level.")]
+SequenceParallel = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="Shard the activations between tensor-parallel regions along the sequence.",
+    ),
+]
+RecomputeName = Annotated[options.Recompute, typer.Option("--recompute")]
+ScheduleName = Annotated[
+    options.Schedule | None, typer.Option("--schedule", help="Of a pipeline (--pp above 1); 1f1b by default.")
+]
+
+_SEQUENCE: dict[bool | None, Literal["none", "megatron"] | None] = {None: None, True: "megatron", False: "none"}
+
+
+def estimate(
+    model: options.Model,
+    cluster: options.ClusterSpec,
+    global_batch: options.GlobalBatch,
+    seq_len: options.SeqLen = None,
+    micro_batch: MicroBatch = 1,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    zero: Zero = 0,
+    sequence_parallel: SequenceParallel = None,
+    recompute: RecomputeName = "none",
+    schedule: ScheduleName = None,
+    precision: options.PrecisionName = None,
+    optimizer: options.OptimizerName = "adamw",
+    memory: options.MemoryGib = None,
+    inputs: options.Inputs = None,
+    output: options.Output = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Price one layout given by hand."""
+    check_writable(output)
+    from galv import api
+
+    priced = api.estimate(
+        model,
+        inputs,
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        tp=tp,
+        pp=pp,
+        zero=zero,
+        sequence=_SEQUENCE[sequence_parallel],
+        recompute=recompute,
+        schedule=schedule,
+        precision=precision,
+        optimizer=optimizer,
+        memory=memory,
+    )
+    deliver(priced, output=output, as_json=as_json)

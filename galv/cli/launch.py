@@ -1,0 +1,150 @@
+"""Starting the ranks of a plan on this machine by torchrun, or being one rank of torchrun's or Slurm's.
+
+torchrun (`torch.distributed.run`) runs inside this process, so that its verdict on the ranks arrives as data and a
+failed rank costs one line, not a report.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from galv.errors import RunError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every rank runs: a Python module or script with its arguments, under the plan file `plan`."""
+
+    plan: Path
+    program: str
+    arguments: tuple[str, ...]
+    is_module: bool
+
+    @property
+    def words(self) -> list[str]:
+        """The command line after `python`."""
+        return [*(["-m"] if self.is_module else []), self.program, *self.arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Who started this process as one rank of many, and what the environment lacks for torch.distributed."""
+
+    name: str
+    rank: int
+    world_size: int
+    environment: Mapping[str, str]
+
+
+# ----------------------------------------------------------------------------------------------- being a rank
+
+
+def launched_by(environment: Mapping[str, str]) -> Launcher | None:
+    """The launcher that `environment` speaks of, or None in a process started by hand.
+
+    A Slurm batch script is not a rank, though Slurm tells it a process number: only `srun` sets a step.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return Launcher("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]), {})
+    in_batch_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+    world_size = int(environment.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" not in environment or world_size == 1 or in_batch_script:
+        return None
+    return Launcher("Slurm", int(environment["SLURM_PROCID"]), world_size, _from_slurm(environment))
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch.distributed's `env://` start, for one task of a Slurm step; what is set stays."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    found = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(nodes),
+        # A port of its own for every job, so that two jobs on one node do not meet.
+        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000),
+    }
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],login` starts with `gpu07`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise RunError(f"cannot tell the first host of the Slurm node list {nodes!r}; set MASTER_ADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+def check_world_size(given: int, needed: int, *, source: str, rank: int = 0) -> None:
+    """Nothing when `given` ranks are what the plan needs; otherwise raises RunError on rank 0 and exits elsewhere."""
+    if given == needed:
+        return
+    if rank != 0:
+        # Every rank finds the same fault. Rank 0 says it; the others leave after it, lest the launcher stop it first.
+        time.sleep(2)
+        sys.exit(2)
+    raise RunError(
+        f"the plan runs on {needed} ranks, but {source} gives {given}; "
+        f"start {needed}, or plan again for a cluster of {given}"
+    )
+
+
+def become(task: Task, launcher: Launcher) -> None:
+    """Replaces this process by the rank's own work."""
+    sys.stdout.flush()
+    environment = {**os.environ, **launcher.environment, "GALV_PLAN": str(task.plan)}
+    os.execve(sys.executable, [sys.executable, *task.words], environment)
+
+
+# ----------------------------------------------------------------------------------------------- starting ranks
+
+
+def start_ranks(task: Task, num_ranks: int) -> int:
+    """The exit status of `num_ranks` ranks on this machine: 0, or that of the rank that failed first."""
+    os.environ["GALV_PLAN"] = str(task.plan)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    _check_devices(num_ranks)
+    logging.disable(logging.ERROR)
+    flags = ["--standalone", "--nproc-per-node", str(num_ranks), *(["--module"] if task.is_module else [])]
+    try:
+        run(parse_args([*flags, task.program, *task.arguments]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _status(rank, failure.exitcode, quiet=task.is_module)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _check_devices(num_ranks: int) -> None:
+    import torch
+
+    present = torch.cuda.device_count()
+    if 0 < present < num_ranks:
+        raise UsageError(
+            f"the plan runs on {num_ranks} ranks, but this machine has {present} GPUs; "
+            f"start `galv run` on all nodes at once by torchrun or srun"
+        )
+
+
+def _status(rank: int, exit_code: int, *, quiet: bool) -> int:
+    """The status to leave with after `rank` failed; says why, unless the rank has said it itself (status 2)."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        print(f"galv: rank {rank} was stopped by {name}", file=sys.stderr)
+        return 128 - exit_code
+    if not (quiet and exit_code == 2):
+        print(f"galv: rank {rank} failed with exit status {exit_code}; its message stands above", file=sys.stderr)
+    return exit_code

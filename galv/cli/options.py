@@ -1,0 +1,61 @@
+"""The options that several subcommands share, spelled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+# The words of galv.planner.plan, written again because importing that module doubles the time of `galv --help`.
+Precision = Literal["bf16", "fp16", "fp32"]
+Optimizer = Literal["adamw", "sgd"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b"]
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face config.json (file or folder), hf:NAME, or package.module:factory.",
+        show_default=False,
+    ),
+]
+ClusterSpec = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="DEVICE:DEVICES_PER_NODExNODES, such as h100-sxm-80:8x4 or cpu:4x1, or a YAML file.",
+        show_default=False,
+    ),
+]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", min=1, metavar="N", help="Samples per step, all devices.", show_default=False)
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option("--seq-len", min=1, metavar="N", help="Tokens per sample; needed for language models."),
+]
+PrecisionName = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Of the computation, weights stay fp32; bf16 by default where the device has it."),
+]
+OptimizerName = Annotated[Optimizer, typer.Option("--optimizer")]
+MemoryGib = Annotated[
+    float | None,
+    typer.Option("--memory", metavar="GIB", help="What one device may hold; by default what its profile says."),
+]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="package.module:function",
+        help="Returns a factory model's example inputs, given a microbatch size.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="PLAN.JSON", help="Write the plan to this file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A plan file.", show_default=False)]

@@ -1,0 +1,84 @@
+"""`galv run`: train under a plan.
+
+Started by hand it starts the ranks itself (torchrun); started by torchrun or Slurm it is one of the ranks. Either way
+the work is galv's own trainer on synthetic tokens, or the user's SCRIPT, which finds the plan's path in `GALV_PLAN`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from galv.cli import options
+from galv.cli.files import read_plan
+from galv.cli.launch import Task, become, check_world_size, launched_by, start_ranks
+from galv.errors import UsageError
+
+DEFAULT_STEPS = 20
+
+
+class RunCommand(TyperCommand):
+    """Leaves everything after SCRIPT to SCRIPT, options included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        cut = self._position_of_script(args)
+        return super().parse_args(ctx, [*args[:cut], "--", *args[cut:]] if cut < len(args) else args)
+
+    def _position_of_script(self, args: list[str]) -> int:
+        """Where the second word that is no option stands, or the end; at "--" the user has marked it."""
+        takes_value = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
+        num_words, position = 0, 0
+        while position < len(args) and args[position] != "--":
+            word = args[position]
+            num_words += not word.startswith("-")
+            if num_words == 2:
+                return position
+            position += 2 if word in takes_value else 1
+        return len(args)
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SCRIPT ARGS", help="Your own training script and its arguments.", show_default=False),
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=1, metavar="N", help=f"Without SCRIPT; {DEFAULT_STEPS} by default.")
+]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, metavar="N", help="Ranks to start here; must be the plan's number of devices."),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the weights and tokens without SCRIPT.")]
+
+
+def run(
+    plan: options.PlanFile, script: Words = None, steps: Steps = None, nproc: NumProcesses = None, seed: Seed = 0
+) -> None:
+    """Train under a plan.
+
+    Starts the plan's ranks on this machine; inside torchrun or Slurm, is one of them.
+    """
+    num_devices = read_plan(plan).num_devices
+    task = _task(plan.absolute(), script or [], steps, seed)
+    launcher = launched_by(os.environ)
+    if nproc is not None:
+        check_world_size(nproc, num_devices, source="--nproc")
+    if launcher is None:
+        raise typer.Exit(start_ranks(task, num_devices))
+    check_world_size(launcher.world_size, num_devices, source=launcher.name, rank=launcher.rank)
+    become(task, launcher)
+
+
+def _task(plan: Path, words: list[str], steps: int | None, seed: int) -> Task:
+    if not words:
+        arguments = (str(plan), "--steps", str(steps or DEFAULT_STEPS), "--seed", str(seed))
+        return Task(plan, "galv.cli.worker", arguments, is_module=True)
+    if steps is not None:
+        raise UsageError(f"--steps is for training without SCRIPT; put it after {words[0]} to pass it on")
+    if not Path(words[0]).is_file():
+        raise UsageError(f"there is no script {words[0]}")
+    return Task(plan, words[0], tuple(words[1:]), is_module=False)

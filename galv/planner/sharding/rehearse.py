@@ -1,0 +1,185 @@
+"""Runs the localized module on the meta device and sees to it that every tensor has the shape that was decided.
+
+A rehearsal follows the layout through `galv.localize`, as training will, and compares each torch function's result with
+the trace. Where a size is written into the model as a constant (`split(768)`, `view(b, s, 12, 64)`) the shapes differ;
+the first rehearsal finds the local sizes, the second is held to them. What cannot be mended is a `Misfit`: then the
+search must keep that value whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galv.localize import localize, with_integers
+from galv.planner.plan import LocalArgument, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout
+from galv.planner.sharding.choices import Choice
+from galv.planner.sharding.place import Place, global_shape, local_shape, place_of
+from galv.planner.sharding.trace import Call, Input, OwnParameter, Trace
+from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, tensors_in
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A call that does not run on a shard as decided."""
+
+    call: Call
+    reason: str
+
+
+class _MisfitError(Exception):
+    def __init__(self, misfit: Misfit) -> None:
+        super().__init__(misfit.reason)
+        self.misfit = misfit
+
+
+def local_arguments(
+    trace: Trace, chosen: Sequence[Choice], modules: tuple[ModuleLayout, ...], degree: int, sequence: SequenceMode
+) -> tuple[LocalArgument, ...] | Misfit:
+    """The sizes to be shrunk for the layout to run, proven by running it; or the call that cannot be made to run."""
+    layout = TensorParallelLayout(unit_class="", degree=degree, sequence=sequence, modules=modules)
+    try:
+        found = _Rehearsal(trace, chosen, layout, mend=True).run()
+        proof = layout.model_copy(update={"local_arguments": found})
+        _Rehearsal(trace, chosen, proof, mend=False).run()
+    except _MisfitError as error:
+        return error.misfit
+    return found
+
+
+class _Rehearsal:
+    """One run."""
+
+    def __init__(self, trace: Trace, chosen: Sequence[Choice], layout: TensorParallelLayout, *, mend: bool) -> None:
+        self.trace, self.layout, self.degree, self.mend = trace, layout, layout.degree, mend
+        self.places = [choice.output for choice in chosen]
+        self.stored = {
+            (id(self._module(node.mark.module)), node.mark.name): choice.stored
+            for node, choice in zip(trace.nodes, chosen, strict=True)
+            if isinstance(node.mark, OwnParameter)
+        }
+        self.found: list[LocalArgument] = []
+        self.position = 0
+        self.counter = FunctionCounter(self._watch)
+
+    def run(self) -> tuple[LocalArgument, ...]:
+        """The local arguments found. Raises `_MisfitError`."""
+        trace = self.trace
+        args, kwargs = self._inputs()
+        handles = []
+        try:
+            with torch.enable_grad(), self.counter, counted(trace.name, trace.module, self.counter):
+                handles = localize(self._module, self.layout, self._redistribute, self._local_parameter)
+                trace.module(*args, **kwargs)
+        except _MisfitError:
+            raise
+        except Exception as error:
+            raise self._misfit(f"{type(error).__name__}: {error}") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self.position != len(trace.calls):
+            raise self._misfit(f"{len(trace.calls) - self.position} calls are missing")
+        return tuple(self.found)
+
+    # -- the hands that `localize` is given
+
+    def _module(self, name: str) -> nn.Module:
+        return self.trace.module.get_submodule(name.removeprefix(self.trace.name).removeprefix("."))
+
+    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call, places = self.trace.call, {}
+        for node in self.trace.nodes_of("input"):
+            assert isinstance(node.mark, Input)
+            places[node.mark.name] = self.places[node.index]
+        args = tuple(self._part(value, places.get(str(i))) for i, value in enumerate(call.args))
+        return args, {key: self._part(value, places.get(key)) for key, value in call.kwargs.items()}
+
+    def _part(self, value: Any, place: Place | None) -> Any:
+        if place is None or not place.is_sharded or not isinstance(value, Tensor):
+            return value
+        return value.new_empty(local_shape(tuple(value.shape), place, self.degree))
+
+    def _local_parameter(self, module: nn.Module, name: str) -> Tensor:
+        place = self.stored[id(module), name]
+        assert place is not None
+        with self.counter.paused():
+            parameter: Tensor = getattr(module, name)
+            shape = local_shape(tuple(parameter.shape), place, self.degree)
+            return torch.empty(shape, dtype=parameter.dtype, device="meta")
+
+    def _redistribute(self, tensor: Tensor, change: Redistribution) -> Tensor:
+        with self.counter.paused():
+            whole = global_shape(tuple(tensor.shape), place_of(change.source), self.degree)
+            return tensor.new_empty(local_shape(whole, place_of(change.target), self.degree))
+
+    # -- every call
+
+    def _watch(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.position == len(self.trace.calls) or self.trace.calls[self.position].site != site:
+            raise self._misfit(f"{site.module} calls {site.function}, which it does not call when whole")
+        call = self.trace.calls[self.position]
+        whole = [self.trace.nodes[i].shape for i in call.results]
+        local = [self._local(i) for i in call.results]
+        output, error = _tried(func, args, kwargs, local)
+        if error and self.mend:
+            change = _local_sizes(site.function, _integers(args, kwargs), whole, local)
+            args, kwargs = with_integers((args, kwargs), change.get)
+            output, error = _tried(func, args, kwargs, local)
+            self.found.append(LocalArgument(**vars(site), arguments=change))
+        if error or constants_in((args, kwargs)) != call.constants:
+            raise self._misfit(error or f"{constants_in((args, kwargs))} in place of {call.constants}")
+        self.position += 1
+        return output
+
+    def _local(self, node: int) -> Shape:
+        place = self.places[node]
+        assert place is not None
+        return local_shape(self.trace.nodes[node].shape, place, self.degree)
+
+    def _misfit(self, reason: str) -> _MisfitError:
+        call = self.trace.calls[min(self.position, len(self.trace.calls) - 1)]
+        return _MisfitError(Misfit(call, reason))
+
+
+def _tried(func: Any, args: Any, kwargs: Any, wanted: list[Shape]) -> tuple[Any, str]:
+    """The output of the call and "", or what is wrong with it."""
+    try:
+        output = func(*args, **kwargs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        return None, str(error)
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+    return output, "" if shapes == wanted else f"it gives {shapes} in place of {wanted}"
+
+
+def _integers(args: Any, kwargs: Any) -> list[int]:
+    found: list[int] = []
+
+    def keep(_: int, value: int) -> int:
+        found.append(value)
+        return value
+
+    with_integers((args, kwargs), keep)
+    return found
+
+
+def _local_sizes(function: str, integers: list[int], whole: list[Shape], local: list[Shape]) -> dict[int, int]:
+    """Which of a call's integers must become what, for its results to have the shapes `local` instead of `whole`."""
+    first, wanted = 0, list(local[0]) if local else []
+    if function == "unflatten":
+        first, wanted = 1, wanted[integers[0] % len(wanted) :][: len(integers) - 1]
+    elif function in ("split", "split_with_sizes"):
+        cut = next((dim for dim, sizes in enumerate(zip(whole[0], local[0], strict=True)) if len(set(sizes)) > 1), 0)
+        listed = integers[: len(local)] == [shape[cut] for shape in whole] and len(integers) > len(local)
+        wanted = [shape[cut] for shape in (local if listed else local[:1])]
+    elif function not in ("view", "reshape", "expand"):
+        return {}
+    sizes = integers[first : first + len(wanted)]
+    pairs = enumerate(zip(sizes, wanted, strict=False))
+    return {first + i: want for i, (given, want) in pairs if given not in (-1, want)}

@@ -1,0 +1,299 @@
+"""Follows one call of one module and keeps what the search needs: operators, and where layouts may change.
+
+The module runs as it is, under `make_fx` ahead of autograd, so a linear layer or fused attention stays one operator.
+Where `galv.localize` will hook, every tensor that crosses a module's border, and every own parameter that a module
+reads, is led through a marker operator. So what the search decides on is exactly what the runtime can change.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from galv.errors import ModelError
+from galv.planner.capture.sample import ModuleCall
+from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, paths, tensors_in
+
+NodeKind = Literal["input", "parameter", "constant", "border", "operator", "result"]
+
+_aten = torch.ops.aten
+_WITHOUT_GRADIENT = (_aten.detach.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default)
+
+_library = torch.library.Library("galv", "FRAGMENT")
+_library.define("marker(Tensor x, int record) -> Tensor")
+_library.impl("marker", lambda x, record: _aten.alias.default(x), "CompositeExplicitAutograd")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor among the call's arguments; `name` is the position or keyword of the argument that holds it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Border:
+    """A tensor that enters or leaves a module, as the module's hooks see it; `name` is its position or keyword."""
+
+    module: str
+    side: Literal["inputs", "outputs"]
+    name: str
+
+
+@dataclass(frozen=True)
+class OwnParameter:
+    """A parameter as its own module reads it."""
+
+    module: str
+    name: str
+    identity: int
+    """Equal for the names of one tied parameter."""
+    trainable: bool
+
+    @property
+    def path(self) -> str:
+        """Name within the unit."""
+        return ".".join(part for part in (self.module, self.name) if part)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that the call returns, by position among its tensors."""
+
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A value of the call and what made it. A tuple of tensors is one value, `operator.getitem` takes it apart."""
+
+    index: int
+    kind: NodeKind
+    inputs: tuple[int, ...]
+    """The tensors it is made from, in the order of the arguments."""
+    shape: tuple[int, ...]
+    itemsize: int
+    differentiable: bool
+    mark: Input | Border | OwnParameter | Result | None = None
+    target: fx.Node | None = None
+    """For operators: the aten call with its arguments."""
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(eq=False)
+class Call:
+    """One torch function that a module called, and the nodes that it returned."""
+
+    site: Site
+    constants: tuple[float | bool, ...]
+    results: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One module's call as a graph in the order of execution."""
+
+    name: str
+    """The module within the unit."""
+    module: nn.Module
+    call: ModuleCall
+    nodes: tuple[Node, ...]
+    calls: tuple[Call, ...]
+    stray: tuple[str, ...]
+    """Parameters that are read while their own module is not running, where no hook can make them local."""
+
+    def nodes_of(self, kind: NodeKind) -> list[Node]:
+        return [node for node in self.nodes if node.kind == kind]
+
+
+def trace_call(call: ModuleCall, module: nn.Module) -> Trace:
+    """The graph of `call` on `module`.
+
+    Raises ModelError when the module cannot run on the meta device.
+    """
+    recorder = _Recorder(call.module, module)
+    leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+        return recorder.run(args, kwargs)
+
+    try:
+        with torch.enable_grad():
+            graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*(x.detach() for x in tensors_in(leaves)))
+    except Exception as error:
+        name = type(module).__name__
+        raise ModelError(f"{name} cannot be traced on the meta device: {type(error).__name__}: {error}") from error
+    reader = _Reader(recorder.records, graph, module, _inputs(call))
+    return Trace(call.module, module, call, reader.read(), tuple(recorder.calls), tuple(reader.stray))
+
+
+def _inputs(call: ModuleCall) -> Iterator[tuple[Input, bool]]:
+    """For each tensor among the arguments: the argument that holds it, and whether its gradient is wanted."""
+    arguments = [(str(i), value) for i, value in enumerate(call.args)] + list(call.kwargs.items())
+    for name, value in arguments:
+        for tensor in tensors_in(value):
+            yield Input(name), tensor.requires_grad or name == call.activation
+
+
+# ----------------------------------------------------------------------------------------------- while it runs
+
+
+class _Recorder:
+    """Runs the module and numbers what crosses its borders and which functions it calls."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.records: list[Border | OwnParameter | Result | Call] = []
+        """What each marker stands for."""
+        self.calls: list[Call] = []
+        self._marked_tensors: list[Tensor] = []
+        self._counter = FunctionCounter(self._watch)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Every marked tensor: what a graph returns, it keeps."""
+        with self._counter, counted(self.name, self.module, self._counter), self._marking():
+            output = self.module(*args, **kwargs)
+            for position, tensor in enumerate(tensors_in(output)):
+                self._mark(tensor, Result(position))
+        return self._marked_tensors
+
+    def _mark(self, tensor: Tensor, record: Border | OwnParameter | Result | Call) -> Tensor:
+        self.records.append(record)
+        with self._counter.paused():
+            marked: Tensor = torch.ops.galv.marker(tensor, len(self.records) - 1)
+        self._marked_tensors.append(marked)
+        return marked
+
+    def _watch(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
+        call = Call(site, constants_in((args, kwargs)), [])
+        self.calls.append(call)
+        for tensor in tensors_in(output):
+            self._mark(tensor, call)
+        return output
+
+    @contextmanager
+    def _marking(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, module in paths(self.name, self.module):
+                for handle in (
+                    module.register_forward_pre_hook(lambda m, a, k, p=path: self._before(p, m, a, k), with_kwargs=True),
+                    module.register_forward_hook(lambda m, a, o, p=path: self._after(p, m, o)),
+                ):
+                    stack.callback(handle.remove)
+                stack.callback(_unhide, module)
+            yield
+
+    def _before(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            own = OwnParameter(path, name, id(parameter), parameter.requires_grad)
+            module.__dict__[name] = self._mark(parameter, own)  # hides the registered one, as `galv.localize` does
+        args = tuple(self._cross(value, Border(path, "inputs", str(i))) for i, value in enumerate(args))
+        return args, {key: self._cross(value, Border(path, "inputs", key)) for key, value in kwargs.items()}
+
+    def _after(self, path: str, module: nn.Module, output: Any) -> Any:
+        _unhide(module)
+        if isinstance(output, tuple):
+            return tuple(self._cross(value, Border(path, "outputs", str(i))) for i, value in enumerate(output))
+        return self._cross(output, Border(path, "outputs", "0"))
+
+    def _cross(self, value: Any, border: Border) -> Any:
+        return self._mark(value, border) if isinstance(value, Tensor) else value
+
+
+def _unhide(module: nn.Module) -> None:
+    for name, _ in module.named_parameters(recurse=False):
+        module.__dict__.pop(name, None)
+
+
+# ----------------------------------------------------------------------------------------------- the finished graph
+
+
+class _Reader:
+    """Turns the graph that `make_fx` made into nodes."""
+
+    def __init__(
+        self, records: list[Any], graph: fx.GraphModule, module: nn.Module, inputs: Iterator[tuple[Input, bool]]
+    ) -> None:
+        self.records, self.graph, self.inputs = records, graph, inputs
+        self.stray: list[str] = []
+        self._nodes: list[Node] = []
+        self._index: dict[fx.Node, int] = {}
+        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._grad_enabled = True
+
+    def read(self) -> tuple[Node, ...]:
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                mark, wanted = next(self.inputs)
+                self._add(node, "input", differentiable=wanted, mark=mark)
+            elif node.target is torch._C._set_grad_enabled:
+                self._grad_enabled = bool(node.args[0])
+            elif node.target is torch.ops.galv.marker.default:
+                self._marker(node, self.records[node.args[1]])
+            elif node.op == "call_function" and _values(node):
+                self._operator(node)
+        return tuple(self._nodes)
+
+    def _marker(self, node: fx.Node, record: Any) -> None:
+        if isinstance(record, OwnParameter):
+            self._add(node, "parameter", differentiable=record.trainable, mark=record)
+            return
+        source = self._source(node.args[0])
+        if isinstance(record, Call):
+            record.results.append(source)
+            return
+        kind: NodeKind = "border" if isinstance(record, Border) else "result"
+        self._add(node, kind, (source,), differentiable=self._nodes[source].differentiable, mark=record)
+
+    def _operator(self, node: fx.Node) -> None:
+        inputs = tuple(self._source(x) for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, fx.Node))
+        flows = self._grad_enabled and any(self._nodes[i].differentiable for i in inputs)
+        self._add(node, "operator", inputs, differentiable=flows and node.target not in _WITHOUT_GRADIENT)
+
+    def _source(self, node: Any) -> int:
+        """The index of the value of `node`; attributes become constants when first used."""
+        if node not in self._index:
+            value = operator.attrgetter(node.target)(self.graph)
+            if id(value) in self._parameters:
+                self.stray.append(self._parameters[id(value)])
+            node.meta["val"] = value
+            self._add(node, "constant", differentiable=False)
+        return self._index[node]
+
+    def _add(
+        self, node: fx.Node, kind: NodeKind, inputs: tuple[int, ...] = (), *, differentiable: bool, mark: Any = None
+    ) -> None:
+        value = _values(node)[0]
+        made = Node(
+            index=len(self._nodes),
+            kind=kind,
+            inputs=inputs,
+            shape=tuple(value.shape),
+            itemsize=value.element_size(),
+            differentiable=differentiable and value.is_floating_point(),
+            mark=mark,
+            target=node,
+        )
+        self._nodes.append(made)
+        self._index[node] = made.index
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    return tensors_in(node.meta.get("val"))

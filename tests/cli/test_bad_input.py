@@ -1,0 +1,133 @@
+"""Requests that cannot be answered, through the whole of galv: one clear message, status 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import galv
+from galv.errors import NoFeasiblePlan
+from tests.cli.conftest import Galv
+
+ROOT = Path(__file__).parents[2]
+LLAMA = str(ROOT / "configs/models/llama-tiny.json")
+SIZES = ("--seq-len", "64", "--global-batch", "8")
+ON_CPU = ("--cluster", "cpu:4x1", *SIZES)
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(run_galv: Galv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Calls `galv` with words that it must refuse; gives the message."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> str:
+        result = run_galv(*words)
+
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("galv: ")
+        assert "Traceback" not in result.err
+        return result.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ("h100-sxm-8:8x1", ("unknown device 'h100-sxm-8'", "Did you mean 'h100-sxm-80'?", "a100-sxm-40")),
+        ("h100-sxm-80", ("'h100-sxm-80' is no cluster", "h100-sxm-80:8x4")),
+        ("cpu:0x1", ("at least 1 device",)),
+        ("nowhere.yaml", ("nowhere.yaml", "No such file")),
+    ],
+)
+def test_an_unknown_cluster(refused: Refused, cluster: str, says: tuple[str, ...]) -> None:
+    """A device that is not shipped is answered with those that are; another form with the right one."""
+    message = refused("plan", LLAMA, "--cluster", cluster, *SIZES)
+
+    assert all(part in message for part in says)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nowhere.json", "nowhere.json"),
+        ("no_such_package:make", "no_such_package"),
+        ("json:no_such_function", "no_such_function"),
+    ],
+)
+def test_an_unknown_model(refused: Refused, model: str, says: str) -> None:
+    """A file, package or function that is not there is named."""
+    assert says in refused("plan", model, *ON_CPU)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"vocab_size": 8}', '{"model_type": "no-such-model"}', "[]"])
+def test_a_file_that_is_no_model(refused: Refused, tmp_path: Path, text: str) -> None:
+    """A file that is no Hugging Face config is named."""
+    (tmp_path / "broken.json").write_text(text)
+
+    assert "broken.json" in refused("plan", "broken.json", *ON_CPU)
+
+
+def test_a_language_model_without_seq_len(refused: Refused) -> None:
+    """The option that is missing is named."""
+    assert "seq" in refused("plan", LLAMA, "--cluster", "cpu:4x1", "--global-batch", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--tp", "3"), ("tp 3", "4 devices", "1, 2, 4")),
+        (("--pp", "3"), ("pp 3", "4 devices")),
+        (("--micro-batch", "3"), ("global batch 8", "micro batch 3")),
+        (("--tp", "4", "--zero", "3"), ("zero 3",)),
+        (("--pp", "4", "--micro-batch", "16"), ("global batch 8",)),
+        (("--sequence-parallel",), ("tp > 1",)),
+    ],
+)
+def test_sizes_that_do_not_divide(refused: Refused, words: tuple[str, ...], says: tuple[str, ...]) -> None:
+    """Degrees, batch and devices that do not divide are named together, with what would do."""
+    message = refused("estimate", LLAMA, *ON_CPU, *words)
+
+    assert all(part in message for part in says)
+
+
+def test_a_layout_that_the_model_does_not_have(refused: Refused, tmp_path: Path) -> None:
+    """Heads that cannot be divided among the tensor-parallel ranks are the reason given."""
+    config = json.loads(Path(LLAMA).read_text())
+    odd = {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 320}
+    (tmp_path / "odd.json").write_text(json.dumps(config | odd))
+
+    assert "5" in refused("estimate", "odd.json", *ON_CPU, "--tp", "2")
+
+
+def test_a_budget_that_nothing_fits(refused: Refused, tmp_path: Path) -> None:
+    """The smallest budget that would do is named, and where the memory goes; no file appears."""
+    message = refused("plan", LLAMA, *ON_CPU, "--memory", "0.001", "-o", "plan.json")
+
+    assert "GiB" in message
+    assert "stage" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_smallest_budget_named_does_suffice() -> None:
+    """Planning again with the budget that the refusal names finds a plan, and a little less is refused again."""
+    request: dict[str, Any] = {"cluster": "cpu:4x1", "seq_len": 64, "global_batch": 8}
+    with pytest.raises(NoFeasiblePlan) as refusal:
+        galv.plan(LLAMA, memory=0.001, **request)
+    least = refusal.value.smallest_budget_bytes
+    assert least is not None
+    assert galv.plan(LLAMA, memory=least / 2**30, **request).estimate.fits
+    with pytest.raises(NoFeasiblePlan):
+        galv.plan(LLAMA, memory=least * 0.99 / 2**30, **request)
+
+
+@pytest.mark.parametrize("memory", ["0", "-1", "1e9"])
+def test_a_budget_that_no_device_has(refused: Refused, memory: str) -> None:
+    """A budget of nothing, or beyond the device, is refused with the device's own."""
+    assert "GiB" in refused("plan", LLAMA, *ON_CPU, "--memory", memory)

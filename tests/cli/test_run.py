@@ -1,0 +1,225 @@
+"""`galv run`: what it starts, what it joins, and how the ranks' end becomes its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from galv.cli import run as run_command
+from galv.cli.launch import Task, first_host, launched_by
+from tests.cli.conftest import Galv
+
+REPORT = """
+import os, sys
+line = [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["GALV_PLAN"], *sys.argv[1:]]
+open(os.path.join(os.path.dirname(__file__), "rank" + line[0]), "w").write("|".join(line))
+"""
+
+
+class Became(Exception):
+    """The process would have been replaced."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self.words, self.environment = words, environment
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Task, int]]:
+    """The tasks and rank numbers that `galv run` would have started torchrun with."""
+    calls: list[tuple[Task, int]] = []
+
+    def record(task: Task, num_ranks: int) -> int:
+        calls.append((task, num_ranks))
+        return 0
+
+    monkeypatch.setattr(run_command, "start_ranks", record)
+    return calls
+
+
+@pytest.fixture
+def no_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    def become(program: str, words: list[str], environment: dict[str, str]) -> None:
+        raise Became(words, environment)
+
+    monkeypatch.setattr(os, "execve", become)
+    monkeypatch.setattr("galv.cli.launch.time.sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(REPORT)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------- the command line
+
+
+def test_without_script_the_trainer_runs(run_galv: Galv, started: list[Any], plan_file: Path) -> None:
+    """The built-in worker gets the plan, the steps and the seed, on as many ranks as the plan has devices."""
+    assert run_galv("run", plan_file, "--steps", "7", "--seed", "5").status == 0
+    ((task, num_ranks),) = started
+    assert num_ranks == 2
+    assert task.words == ["-m", "galv.cli.worker", str(plan_file), "--steps", "7", "--seed", "5"]
+
+
+def test_options_after_the_script_are_the_scripts(
+    run_galv: Galv, started: list[Any], plan_file: Path, script: Path
+) -> None:
+    """galv reads options up to SCRIPT only, wherever --nproc stands before it."""
+    for own in ((plan_file, "--nproc", "2"), ("--nproc", "2", plan_file), ("--nproc=2", plan_file, "--")):
+        assert run_galv("run", *own, script, "--steps", "3", "--help", "-x", "last").status == 0
+        task, _ = started.pop()
+        assert task.words == [str(script), "--steps", "3", "--help", "-x", "last"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nproc", "4"), "the plan runs on 2 ranks, but --nproc gives 4"),
+        (("nowhere.py",), "there is no script nowhere.py"),
+        (("--steps", "3", __file__), "--steps is for training without SCRIPT"),
+        (("--steps", "0"), "--steps"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(
+    run_galv: Galv, started: list[Any], plan_file: Path, words: tuple[str, ...], says: str
+) -> None:
+    """Another number of ranks than the plan's, a script that is not there, steps that nobody reads: status 2."""
+    result = run_galv("run", plan_file, *words)
+
+    assert (result.status, started) == (2, [])
+    assert result.err.startswith("galv: ") and says in result.err
+
+
+# ----------------------------------------------------------------------------------------------- being a rank
+
+
+def test_inside_torchrun_it_is_a_rank(
+    run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path, script: Path
+) -> None:
+    """With RANK and WORLD_SIZE set, the process becomes the rank's own program and finds the plan's path."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(plan_file.parent)
+
+    with pytest.raises(Became) as became:
+        run_galv("run", plan_file.name, script, "--lr", "1")
+    assert became.value.words == [sys.executable, str(script), "--lr", "1"]
+    assert became.value.environment["GALV_PLAN"] == str(plan_file)
+
+
+@pytest.mark.parametrize(("rank", "message"), [("0", True), ("3", False)])
+def test_another_world_than_the_plans_is_refused_once(
+    run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path, rank: str, message: bool
+) -> None:
+    """Every rank leaves with status 2, and rank 0 alone says why."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = run_galv("run", plan_file)
+
+    assert (result.status, bool(result.err)) == (2, message)
+    assert not message or "the plan runs on 2 ranks, but torchrun gives 4" in result.err
+
+
+SRUN = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def test_inside_slurm_it_is_a_rank(
+    run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path
+) -> None:
+    """A task of srun gets what torch.distributed needs from Slurm's own variables."""
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(Became) as became:
+        run_galv("run", plan_file)
+    environment = became.value.environment
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [environment[name] for name in names] == ["1", "2", "0", "gpu07", "22345"]
+
+
+def test_the_users_own_address_wins_over_slurms() -> None:
+    """What is set already is not derived again."""
+    launcher = launched_by({**SRUN, "MASTER_ADDR": "here"})
+
+    assert launcher is not None
+    assert "MASTER_ADDR" not in launcher.environment
+
+
+@pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_PROCID"])
+def test_a_batch_script_or_login_shell_is_no_rank(missing: str) -> None:
+    """Slurm's variables alone do not make a process one of many; only a step of srun does."""
+    assert launched_by({name: value for name, value in SRUN.items() if name != missing}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login", "login"),
+        ("a,b", "a"),
+        ("gpu[07-09,12],x", "gpu07"),
+        ("gpu[3,5]", "gpu3"),
+        ("r[1-2]-ib,z", "r1-ib"),
+        ("n[12]", "n12"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    """The spellings of Slurm's hostlists that name the first host differently."""
+    assert first_host(nodes) == first
+
+
+# ----------------------------------------------------------------------------------------------- real ranks
+
+
+def _galv(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "galv", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ranks_are_started_and_find_the_plan(plan_file: Path, script: Path) -> None:
+    """torchrun starts one rank a device, each with the plan's path and the script's own arguments."""
+    done = _galv("run", plan_file, script, "--lr", "1")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for rank in ("0", "1"):
+        text = (script.parent / f"rank{rank}").read_text()
+        assert text == "|".join([rank, "2", str(plan_file), "--lr", "1"])
+
+
+def test_a_failed_rank_gives_its_status_and_one_line(plan_file: Path, script: Path) -> None:
+    """The status of the rank that failed first, and no report of torchrun's."""
+    script.write_text("import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    done = _galv("run", plan_file, script)
+
+    assert done.returncode == 7
+    assert done.stderr == "galv: rank 1 failed with exit status 7; its message stands above\n"
+
+
+def test_an_interrupt_ends_the_ranks(plan_file: Path, script: Path) -> None:
+    """Ctrl-C stops the ranks and leaves with status 130."""
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "galv", "run", str(plan_file), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)

@@ -1,0 +1,75 @@
+"""`galv show`, and the files that are no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from galv.planner.plan import Plan
+from tests.cli.conftest import Galv, small_plan
+
+
+def test_show_prints_the_table(run_galv: Galv, plan_file: Path) -> None:
+    """The table of the plan in the file."""
+    assert run_galv("show", plan_file).out == f"{small_plan()}\n"
+
+
+def test_show_json_prints_the_plan(run_galv: Galv, plan_file: Path) -> None:
+    """--json gives the plan back whole."""
+    result = run_galv("show", plan_file, "--json")
+
+    assert Plan.from_json(result.out) == small_plan()
+
+
+def _cut_short(text: str) -> bytes:
+    return text[: len(text) // 2].encode()
+
+
+def _another_version(text: str) -> bytes:
+    return text.replace('"schema_version": 1', '"schema_version": 99').encode()
+
+
+def _not_text(text: str) -> bytes:
+    return b"\xff\xfe\x00\x01"
+
+
+def _not_a_plan(text: str) -> bytes:
+    return b"[1, 2]"
+
+
+def _wrong_field(text: str) -> bytes:
+    return text.replace('"global_batch": 2', '"global_batch": 3').encode()
+
+
+@pytest.mark.parametrize("command", ["show", "run"])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_cut_short, "cut short"),
+        (_another_version, "99"),
+        (_not_text, "not text"),
+        (_not_a_plan, "schema version"),
+        (_wrong_field, "global batch 3"),
+    ],
+)
+def test_a_spoilt_plan_file_is_refused(
+    run_galv: Galv, plan_file: Path, command: str, spoil: Callable[[str], bytes], says: str
+) -> None:
+    """A file cut short, of another version, or that is no plan: one message that names the file, status 2."""
+    plan_file.write_bytes(spoil(plan_file.read_text()))
+    result = run_galv(command, plan_file)
+
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("galv: ") and str(plan_file) in result.err and says in result.err
+
+
+@pytest.mark.parametrize("command", ["show", "run"])
+def test_a_missing_plan_file_is_refused(run_galv: Galv, tmp_path: Path, command: str) -> None:
+    """A path where nothing is, or a folder, is named."""
+    for path in (tmp_path / "nothing.json", tmp_path):
+        result = run_galv(command, path)
+
+        assert result.status == 2
+        assert result.err.startswith(f"galv: cannot read the plan file {path}: ")

@@ -1,0 +1,92 @@
+"""The command line's surface: commands and options are added on purpose and never renamed."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from typer.main import get_command
+
+from galv.cli import options
+from galv.cli.main import app
+from galv.planner import plan
+from tests.cli.conftest import Galv
+
+COMMON = {
+    "MODEL",
+    "--cluster",
+    "--seq-len",
+    "--global-batch",
+    "--precision",
+    "--optimizer",
+    "--memory",
+    "--inputs",
+    "--output",
+    "-o",
+    "--json",
+}
+
+SURFACE = {
+    "plan": COMMON,
+    "estimate": COMMON
+    | {
+        "--micro-batch",
+        "--tp",
+        "--pp",
+        "--zero",
+        "--sequence-parallel",
+        "--no-sequence-parallel",
+        "--recompute",
+        "--schedule",
+    },
+    "show": {"PLAN.JSON", "--json"},
+    "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
+}
+
+
+def test_the_surface_is_the_one_promised() -> None:
+    """Each command has exactly these arguments and options."""
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: {
+            spelling
+            for parameter in command.params
+            for spelling in (
+                [parameter.metavar]
+                if parameter.param_type_name == "argument"
+                else parameter.opts + parameter.secondary_opts
+            )
+        }
+        for name, command in commands.items()
+    }
+
+    assert found == SURFACE
+
+
+def test_every_option_is_in_the_help(run_galv: Galv) -> None:
+    """`galv COMMAND --help` lists the whole surface and succeeds."""
+    for command, words in SURFACE.items():
+        result = run_galv(command, "--help")
+
+        assert (result.status, result.err) == (0, "")
+        assert [word for word in words if word not in result.out] == []
+
+
+def test_galv_alone_shows_its_help(run_galv: Galv) -> None:
+    """Without arguments the commands are listed."""
+    result = run_galv()
+
+    assert result.status == 0
+    assert all(command in result.out for command in SURFACE)
+
+
+def test_version(run_galv: Galv) -> None:
+    """`galv --version` says which one this is."""
+    assert run_galv("--version").out == "galv 0.1.0\n"
+
+
+def test_the_words_of_options_are_the_plans() -> None:
+    """The choices that the command line repeats are those that a plan can hold."""
+    assert get_args(options.Precision) == get_args(plan.Precision)
+    assert get_args(options.Optimizer) == get_args(plan.OptimizerName)
+    assert get_args(options.Recompute) == get_args(plan.Recompute)
+    assert ("none", *get_args(options.Schedule)) == get_args(plan.ScheduleName)

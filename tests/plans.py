@@ -1,0 +1,225 @@
+"""Tiny models and hand-made plans for them, for tests of what a plan means to the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from galv.planner.plan import (
+    Cluster,
+    Estimate,
+    InputSpec,
+    Model,
+    ModuleLayout,
+    Pipeline,
+    Plan,
+    Redistribution,
+    ScheduleName,
+    Stage,
+    Strategy,
+    TensorParallelLayout,
+    TimeBreakdown,
+    Training,
+    Unit,
+)
+
+VOCABULARY = 64
+SEQ_LEN = 16
+ONE_DEVICE = Strategy()
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "use_cache": False,
+}
+
+
+def tiny_llama(num_blocks: int = 3, *, tied: bool = False) -> nn.Module:
+    """A Llama small enough for many processes, with weights of seed 0."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**_SMALL, num_hidden_layers=num_blocks, tie_word_embeddings=tied)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def tiny_gpt2(num_blocks: int = 3) -> nn.Module:
+    """A GPT-2 without dropout, its embedding and head tied, with weights of seed 0."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQ_LEN,
+        n_embd=32,
+        n_head=4,
+        n_layer=num_blocks,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tiny_llama,
+    "llama-tied": lambda: tiny_llama(tied=True),
+    "gpt2": tiny_gpt2,
+}
+
+
+def unit_modules(model: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """The units of a tiny model: (class, modules) of embedding, blocks and head, in order."""
+    if isinstance(model, transformers.GPT2LMHeadModel):
+        embedding, blocks, head = (
+            ("transformer.wte", "transformer.wpe"),
+            "transformer.h",
+            ("transformer.ln_f", "lm_head"),
+        )
+    else:
+        embedding, blocks, head = ("model.embed_tokens",), "model.layers", ("model.norm", "lm_head")
+    names = [name for name, _ in model.get_submodule(blocks).named_children()]
+    return [("embedding", embedding), *(("block", (f"{blocks}.{name}",)) for name in names), ("head", head)]
+
+
+def leaves(model: nn.Module) -> list[str]:
+    """Every module that a unit of the tiny model owns."""
+    return [module for _, modules in unit_modules(model) for module in modules]
+
+
+def hand_made_plan(
+    model: nn.Module,
+    strategies: Strategy | Sequence[Strategy] = ONE_DEVICE,
+    *,
+    stages: Sequence[int] | None = None,
+    schedule: ScheduleName = "none",
+    num_microbatches: int = 1,
+    global_batch: int = 8,
+    layouts: Sequence[TensorParallelLayout] = (),
+) -> Plan:
+    """A plan for a tiny model, priced at nothing; `stages` are the numbers of units of each pipeline stage."""
+    modules = unit_modules(model)
+    each = [strategies] * len(modules) if isinstance(strategies, Strategy) else list(strategies)
+    units = []
+    for (kind, names), strategy in zip(modules, each, strict=True):
+        name = f"{kind}{len(units)}" if kind == "block" else kind
+        units.append(Unit(name=name, unit_class=kind, modules=names, strategy=strategy))
+    sizes = [len(units)] if stages is None else list(stages)
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    shape = (2, SEQ_LEN)
+    inputs = tuple(
+        InputSpec(name=name, shape=shape, dtype="int64", batch_dim=0, high=VOCABULARY)
+        for name in ("input_ids", "labels")
+    )
+    return Plan(
+        galv_version="test",
+        model=Model(
+            name=type(model).__name__,
+            source=None,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            num_samples=2,
+            inputs=inputs,
+            tied=tied_groups(model),
+            fingerprint="test",
+        ),
+        cluster=Cluster(
+            spec="cpu:test",
+            device="cpu",
+            devices_per_node=each[0].num_devices * len(sizes),
+            num_nodes=1,
+            memory_budget_bytes=2**33,
+        ),
+        training=Training(
+            seq_len=SEQ_LEN,
+            global_batch=global_batch,
+            num_microbatches=num_microbatches,
+            precision="fp32",
+            optimizer="sgd",
+        ),
+        pipeline=Pipeline(degree=len(sizes), schedule=schedule),
+        stages=tuple(Stage(units=tuple(units[a:b])) for a, b in pairwise(cuts)),
+        layouts=tuple(layouts),
+        estimate=Estimate(
+            step_seconds=0.0,
+            tokens_per_second=0.0,
+            mfu=0.0,
+            model_flops=0.0,
+            peak_bytes=(0,) * len(sizes),
+            fits=True,
+            breakdown=TimeBreakdown(),
+            stages=(),
+        ),
+    )
+
+
+def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The groups of parameter names that are one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def random_batch(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Tokens and labels; the samples have very different numbers of labels that count."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, SEQ_LEN), generator=generator)
+    labels = tokens.clone()
+    for sample in range(num_samples):
+        ignored = int(torch.randint(0, SEQ_LEN, (), generator=generator)) if sample else SEQ_LEN
+        labels[sample, :ignored] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+# ----------------------------------------------------------------------------------------------- tensor parallel
+
+
+def tiny_llama_layouts(*, tied: bool = False) -> tuple[TensorParallelLayout, ...]:
+    """Tensor-parallel layouts of the tiny Llama's units at degree 2, for both sequence modes of its blocks.
+
+    The embedding is cut along the hidden dim; the head along the vocabulary, or like the embedding when `tied`.
+    """
+    embedding = [_module("", weight="S1>S1", out="S2>R")]
+    head = [_module("1", weight="S1>S1", into="R>S2", out="P>R")] if tied else []
+    head = head or [_module("1", weight="S0>S0", into="R>R+", out="S2>R")]
+    return (
+        TensorParallelLayout(unit_class="embedding", degree=2, sequence="none", modules=tuple(embedding)),
+        TensorParallelLayout(unit_class="block", degree=2, sequence="none", modules=_llama_block("R")),
+        TensorParallelLayout(unit_class="block", degree=2, sequence="megatron", modules=_llama_block("S1")),
+        TensorParallelLayout(unit_class="head", degree=2, sequence="none", modules=tuple(head)),
+    )
+
+
+def _llama_block(activation: str) -> tuple[ModuleLayout, ...]:
+    norms = ("input_layernorm", "post_attention_layernorm") if activation == "S1" else ()
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    return (
+        *(_module(name, weight="R>R+") for name in norms),
+        *(_module(name, weight="S0>S0") for name in columns),
+        *(_module(name, weight="S1>S1") for name in rows),
+        _module("self_attn", into=f"{activation}>R+", argument="hidden_states", out=f"P>{activation}"),
+        _module("mlp", into=f"{activation}>R+", out=f"P>{activation}"),
+    )
+
+
+def _module(name: str, *, weight: str = "", into: str = "", argument: str = "0", out: str = "") -> ModuleLayout:
+    return ModuleLayout(
+        module=name,
+        parameters={"weight": _change(weight)} if weight else {},
+        inputs={argument: _change(into)} if into else {},
+        outputs={"0": _change(out)} if out else {},
+    )
+
+
+def _change(text: str) -> Redistribution:
+    source, target = text.split(">")
+    return Redistribution(source=source, target=target)  # type: ignore[arg-type]  # read from their spelling
