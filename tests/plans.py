@@ -14,10 +14,8 @@ from galv.planner.plan import (
     Estimate,
     InputSpec,
     Model,
-    ModuleLayout,
     Pipeline,
     Plan,
-    Redistribution,
     ScheduleName,
     Stage,
     Strategy,
@@ -177,49 +175,3 @@ def random_batch(num_samples: int, seed: int) -> dict[str, Tensor]:
         ignored = int(torch.randint(0, SEQ_LEN, (), generator=generator)) if sample else SEQ_LEN
         labels[sample, :ignored] = -100
     return {"input_ids": tokens, "labels": labels}
-
-
-# ----------------------------------------------------------------------------------------------- tensor parallel
-
-
-def tiny_llama_layouts(*, tied: bool = False) -> tuple[TensorParallelLayout, ...]:
-    """Tensor-parallel layouts of the tiny Llama's units at degree 2, for both sequence modes of its blocks.
-
-    The embedding is cut along the hidden dim; the head along the vocabulary, or like the embedding when `tied`.
-    """
-    embedding = [_module("", weight="S1>S1", out="S2>R")]
-    head = [_module("1", weight="S1>S1", into="R>S2", out="P>R")] if tied else []
-    head = head or [_module("1", weight="S0>S0", into="R>R+", out="S2>R")]
-    return (
-        TensorParallelLayout(unit_class="embedding", degree=2, sequence="none", modules=tuple(embedding)),
-        TensorParallelLayout(unit_class="block", degree=2, sequence="none", modules=_llama_block("R")),
-        TensorParallelLayout(unit_class="block", degree=2, sequence="megatron", modules=_llama_block("S1")),
-        TensorParallelLayout(unit_class="head", degree=2, sequence="none", modules=tuple(head)),
-    )
-
-
-def _llama_block(activation: str) -> tuple[ModuleLayout, ...]:
-    norms = ("input_layernorm", "post_attention_layernorm") if activation == "S1" else ()
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    return (
-        *(_module(name, weight="R>R+") for name in norms),
-        *(_module(name, weight="S0>S0") for name in columns),
-        *(_module(name, weight="S1>S1") for name in rows),
-        _module("self_attn", into=f"{activation}>R+", argument="hidden_states", out=f"P>{activation}"),
-        _module("mlp", into=f"{activation}>R+", out=f"P>{activation}"),
-    )
-
-
-def _module(name: str, *, weight: str = "", into: str = "", argument: str = "0", out: str = "") -> ModuleLayout:
-    return ModuleLayout(
-        module=name,
-        parameters={"weight": _change(weight)} if weight else {},
-        inputs={argument: _change(into)} if into else {},
-        outputs={"0": _change(out)} if out else {},
-    )
-
-
-def _change(text: str) -> Redistribution:
-    source, target = text.split(">")
-    return Redistribution(source=source, target=target)  # type: ignore[arg-type]  # read from their spelling

@@ -32,9 +32,7 @@ def link(gigabytes_per_second: float, **changes: float | int) -> LinkProfile:
     return LinkProfile(sources=dict.fromkeys(figures, "a test"), **figures)  # type: ignore[arg-type]
 
 
-def cluster(
-    intra: LinkProfile | None = None, inter: LinkProfile | None = None, shape: str = "8x4"
-) -> ClusterProfile:
+def cluster(intra: LinkProfile | None = None, inter: LinkProfile | None = None, shape: str = "8x4") -> ClusterProfile:
     """A cluster with ideal links of 100 GB/s inside and 10 GB/s between nodes, but for what is given."""
     changes = {"intra_node": intra or link(100.0), "inter_node": inter or link(10.0), "spec": f"test {intra} {inter}"}
     return load_cluster(f"h100-sxm-80:{shape}").model_copy(update=changes)

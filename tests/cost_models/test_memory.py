@@ -224,11 +224,11 @@ def accumulate(model: nn.Sequential, zero: int, num_microbatches: int) -> None:
         for block in model:
             assert isinstance(block, FSDPModule)
             block.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+            block.set_requires_all_reduce(last, recurse=False)
             block.set_reshard_after_backward(last or zero == 3, recurse=False)
         model(torch.ones(1, WIDTH)).float().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

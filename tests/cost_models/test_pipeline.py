@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -98,7 +99,7 @@ def test_the_trace_adds_up_to_the_simulation(case: Case) -> None:
     for stage, busy in enumerate(timeline.busy_seconds):
         own = [e for e in events if e.stage == stage]
         assert sum(e.end_seconds - e.start_seconds for e in own) == pytest.approx(busy)
-        assert all(a.end_seconds <= b.start_seconds + 1e-9 for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end_seconds <= b.start_seconds + 1e-9 for a, b in pairwise(own))
 
 
 @given(cases())

@@ -43,7 +43,9 @@ def test_every_device_comes_in_a_node(device: str) -> None:
     assert 1e8 < cluster.inter_node.bytes_per_second <= cluster.intra_node.bytes_per_second < 1e12
 
 
-@pytest.mark.parametrize("spec", ["", "h100-sxm-80", "h100-sxm-80:8", "h100-sxm-80:8x", "h100-sxm-80:8x-1", "a:b:8x1x2"])
+@pytest.mark.parametrize(
+    "spec", ["", "h100-sxm-80", "h100-sxm-80:8", "h100-sxm-80:8x", "h100-sxm-80:8x-1", "a:b:8x1x2"]
+)
 def test_a_malformed_spec_is_told_the_form(spec: str) -> None:
     """Anything else than the two forms is answered with the forms."""
     with pytest.raises(ClusterError, match="DEVICE:DEVICES_PER_NODExNODES"):
@@ -144,7 +146,7 @@ def test_unknown_devices_in_a_file_are_answered_with_the_list(tmp_path: Path) ->
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A path that cannot be read is an error of the cluster, not a traceback."""
-    with pytest.raises(ClusterError, match="nowhere.yaml: No such file"):
+    with pytest.raises(ClusterError, match=r"nowhere\.yaml: No such file"):
         load_cluster(str(tmp_path / "nowhere.yaml"))
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from galv.planner.plan import Plan, Strategy, TensorParallelLayout
+from galv.planner.plan import Plan, ScheduleName, SequenceMode, Strategy, TensorParallelLayout
 from tests.distributed_pool import Pool
 from tests.layouts import gpt2_layouts, llama_layouts
 from tests.plans import MODELS, hand_made_plan
 from tests.runtime.training import Result, assert_equal_training, train_alone, train_in_parallel
 
-NUM_UNITS = 5
+MODES: tuple[SequenceMode, ...] = ("none", "megatron")
 
 
 def strategy(**fields: object) -> Strategy:
@@ -56,6 +56,15 @@ STRATEGIES: dict[str, Strategy | Sequence[Strategy]] = {
     "mixed": MIXED,
     "mixed tp2": MIXED_TP,
 }
+PIPELINES: dict[str, tuple[Strategy | Sequence[Strategy], ScheduleName]] = {
+    "pp2 gpipe": (strategy(), "gpipe"),
+    "pp2 1f1b full": (strategy(recompute="full"), "1f1b"),
+    "pp2 ddp": (strategy(dp=2), "1f1b"),
+    "pp2 x zero3": (strategy(dp=2, zero=3), "1f1b"),
+    "pp2 x zero1 and 2": ([strategy(dp=2, zero=1)] * 2 + [strategy(dp=2, zero=2)] * 3, "1f1b"),
+    "pp2 x tp2 megatron": (strategy(tp=2, sequence="megatron"), "1f1b"),
+    "pp2 x tp2 mixed": ([strategy(tp=2, sequence="megatron")] * 3 + [strategy(tp=2)] * 2, "gpipe"),
+}
 LAYOUTS = {"llama": llama_layouts, "gpt2": gpt2_layouts}
 
 
@@ -65,13 +74,16 @@ def reference(model: str, optimizer: str) -> Result:
     return train_alone(model, optimizer)
 
 
+def layouts_for(model: str, strategies: Strategy | Sequence[Strategy]) -> Sequence[TensorParallelLayout]:
+    """The tensor-parallel layouts that the strategies use."""
+    degree = (strategies if isinstance(strategies, Strategy) else strategies[0]).tp
+    return [layout for mode in MODES for layout in LAYOUTS[model](degree, mode)] if degree > 1 else ()
+
+
 def plan_for(model: str, name: str, num_microbatches: int = 2) -> Plan:
     """The plan of that name for that model."""
     strategies = STRATEGIES[name]
-    first = strategies if isinstance(strategies, Strategy) else strategies[0]
-    layouts: tuple[TensorParallelLayout, ...] = ()
-    if first.tp > 1:
-        layouts = (*LAYOUTS[model](first.tp, "none"), *LAYOUTS[model](first.tp, "megatron"))
+    layouts = layouts_for(model, strategies)
     return hand_made_plan(MODELS[model](), strategies, num_microbatches=num_microbatches, layouts=layouts)
 
 
@@ -85,3 +97,18 @@ def test_equals_one_process(pool: Pool, model: str, name: str) -> None:
     ranks = pool.run(train_in_parallel, plan.num_devices, model, plan, optimizer)
 
     assert_equal_training(reference(model, optimizer), ranks)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_pipelines_equal_one_process(pool: Pool, model: str, name: str) -> None:
+    """The same over pipeline stages, tied weights on both ends included."""
+    strategies, schedule = PIPELINES[name]
+    layouts = layouts_for(model, strategies)
+    plan = hand_made_plan(
+        MODELS[model](), strategies, stages=(3, 2), schedule=schedule, num_microbatches=2, layouts=layouts
+    )
+
+    ranks = pool.run(train_in_parallel, plan.num_devices, model, plan, "sgd")
+
+    assert_equal_training(reference(model, "sgd"), ranks)

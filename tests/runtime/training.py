@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galv.planner.capture.glue import trace_glue
 from galv.planner.plan import Plan
 from galv.runtime.loss import loss_of
+from galv.runtime.module import ParallelModule
 from galv.runtime.parallelize import parallelize
-from tests.plans import MODELS, random_batch
+from tests.plans import MODELS, leaves, random_batch
 
 STEPS = 5
 MAX_NORM = 0.5
@@ -46,10 +48,17 @@ def train_model_alone(model: nn.Module, optimizer: str, global_batch: int = 8) -
     return losses, norms, {key: value.clone() for key, value in model.state_dict().items()}
 
 
+def parallelize_tiny(model: nn.Module, plan: Plan, **options: Any) -> ParallelModule:
+    """A tiny model made parallel, cut into stages where the plan has a pipeline."""
+    glue = None
+    if plan.pipeline.degree > 1:
+        glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+    return parallelize(model, plan, glue=glue, **options)
+
+
 def train_in_parallel(name: str, plan: Plan, optimizer: str) -> Result:
     """What one rank gets; the weights on rank 0 only."""
-    torch.manual_seed(1)
-    module = parallelize(MODELS[name](), plan)
+    module = parallelize_tiny(MODELS[name](), plan)
     update = module.optimizer(optimizer, **OPTIMIZERS[optimizer])
     losses, norms = [], []
     for step in range(STEPS):

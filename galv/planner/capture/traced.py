@@ -6,7 +6,7 @@ size asked for is traced itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,7 @@ class TracedFacts:
         self._runs: dict[int, SkeletonRun] = {}
         self._exact: dict[tuple[str, str, int], UnitFacts] = {}
         self._facts: dict[tuple[str, str, int], UnitFacts] = {}
+        self._samples: dict[str, UnitSample] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
 
     # -- questions
@@ -69,6 +70,11 @@ class TracedFacts:
 
     def sample(self, unit_class: str) -> UnitSample:
         """An example unit of the class with the calls that it receives."""
+        if unit_class not in self._samples:
+            self._samples[unit_class] = self._sample(unit_class)
+        return self._samples[unit_class]
+
+    def _sample(self, unit_class: str) -> UnitSample:
         place, run = self.places[unit_class], self.run(FEW)
         modules = tuple((name, self.skeleton.model.get_submodule(name)) for name in place.modules)
         if place.block is not None:
@@ -80,7 +86,18 @@ class TracedFacts:
                 for name, (_, call) in run.module_calls.items()
                 if name in place.modules
             ]
-        return UnitSample(unit_class, modules, tuple(calls), FEW)
+        tied = frozenset(self._tied(modules))
+        return UnitSample(unit_class, modules, tuple(calls), FEW, place.block is not None, tied)
+
+    def _tied(self, modules: tuple[tuple[str, nn.Module], ...]) -> Iterator[str]:
+        """The parameters of `modules`, named within their unit, that the model also holds elsewhere."""
+        named = self.skeleton.model.named_parameters(remove_duplicate=False)
+        prefixes = tuple(f"{name}." for name, _ in modules)
+        elsewhere = {id(parameter) for name, parameter in named if not name.startswith(prefixes)}
+        for position, (_, module) in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in elsewhere:
+                    yield name if len(modules) == 1 else f"{position}.{name}"
 
     # -- traces
 

@@ -132,7 +132,7 @@ class _Maker:
             uses = [WHOLE]
         for use in dict.fromkeys(settled(place, node.differentiable) for place in uses):
             stored = self.q.stored.get(own.identity, use if use.is_sharded else WHOLE)
-            if can_change(stored, use) and (stored == use or stored.chunks == use.chunks == 1):
+            if stored == use or (stored.is_sharded or not use.is_sharded) and can_change(stored, use) and use.chunks == 1:
                 yield self._stored(node, stored, use)
 
     def _stored(self, node: Node, stored: Place, use: Place) -> Choice:

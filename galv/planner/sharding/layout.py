@@ -8,11 +8,9 @@ dim (the vocabulary of a table) if the degree divides it, else whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
-
-from torch import Tensor, nn
 
 from galv.errors import ModelError
 from galv.planner.capture.sample import UnitSample
@@ -165,22 +163,25 @@ def _modules(trace: Trace, chosen: Sequence[Choice]) -> Iterator[ModuleLayout]:
 
 def _nothing_divides(question: Question) -> str:
     """The sizes that the degree would have to divide."""
-    sizes = dict(_indivisible_sizes(question.trace, question.degree))
-    listed = "; ".join(f"{size} ({where})" for size, where in sorted(sizes.items())[:6])
+    sizes: dict[int, str] = {}
+    for size, where in _indivisible_sizes(question.trace, question.degree):
+        sizes.setdefault(size, where)
+    listed = "; ".join(f"{size} {where}" for size, where in sorted(sizes.items()))
     name = type(question.trace.module).__name__
     return f"tensor-parallel degree {question.degree} divides no parameter of {name}" + (listed and f": not {listed}")
 
 
 def _indivisible_sizes(trace: Trace, degree: int) -> Iterator[tuple[int, str]]:
-    """Sizes that `degree` does not divide, of weights, and of parts into which views take a dim apart."""
+    """Sizes that `degree` does not divide, in weights and in the parts into which views take a dim apart."""
     for node in trace.nodes_of("parameter"):
         assert isinstance(node.mark, OwnParameter)
         if len(node.shape) > 1:
-            yield from ((size, f"in {node.mark.path} of {node.shape}") for size in node.shape if size % degree)
-    callers = {i: call.site for call in trace.calls for i in call.results}
-    for index, factors in factors_in(trace).items():
-        for dim in (*factors.output, *(d for dims in factors.inputs for d in dims)):
-            if factors.is_view and len(dim) > 1 and factors.sizes[dim[0]] % degree and index in callers:
-                site = callers[index]
-                parts = " x ".join(str(factors.sizes[f]) for f in dim)
-                yield factors.sizes[dim[0]], f"of {parts} in {site.function} of {site.module or 'the block'}"
+            yield from ((size, f"(in {node.mark.path} of {node.shape})") for size in node.shape if size % degree)
+    factors = factors_in(trace)
+    for call in trace.calls:
+        for i in call.results if call.site.function in ("view", "reshape", "unflatten") else ():
+            for dim in (*factors[i].output, *(dim for dims in factors[i].inputs for dim in dims)):
+                parts = [factors[i].sizes[factor] for factor in dim]
+                if len(parts) > 1 and parts[0] % degree:
+                    where = f"{call.site.function} of {call.site.module or 'the block'}"
+                    yield parts[0], f"(of {' x '.join(map(str, parts))}, {where})"

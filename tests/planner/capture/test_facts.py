@@ -58,6 +58,7 @@ def real_model(path: str) -> nn.Module:
     model = resolve_model(path, seq_len=SEQ_LEN).build()
     inverse = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     model = model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]  # a method of transformers' models
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(model.get_buffer(name) for name in inverse)):
@@ -147,22 +148,23 @@ def test_operators_are_those_of_a_real_run(config: Config, name: str) -> None:
     """Tracing on the meta device sees the same aten calls, as often, as training with real tensors makes."""
     path = config(name)
     graph = capture(resolve_model(path, seq_len=SEQ_LEN), precision="fp32", device_kind="cpu")
-    model = real_model(path)
+    model, inputs = real_model(path), batch()
     with Calls() as forward:
-        loss = model(**batch()).loss
+        loss = model(**inputs).loss
+    one = torch.ones_like(loss)
     with Calls() as backward:
-        torch.autograd.grad(loss, list(model.parameters()), torch.ones_like(loss))
+        torch.autograd.grad(loss, list(model.parameters()), one)
 
     for phase, real in (("forward", forward), ("backward", backward)):
         traced: Counter[str] = Counter()
-        views = set()
+        views = {"aten.detach.default"}
         for unit, count in graph.counts.items():
             for op in graph.source.facts(unit, None, MICROBATCH).phase(phase):  # type: ignore[arg-type]
                 traced[op.name] += count
                 views |= {op.name} if op.kind == "view" else set()
         moved = {name: count for name, count in real.names.items() if name not in views}
-        added = 1 if phase == "backward" and graph.tied else 0
-        moved["aten.add.Tensor"] -= added
+        # The two gradients of a tied weight meet only where the units meet.
+        moved["aten.add.Tensor"] -= phase == "backward" and len(graph.tied)
         assert {name: count for name, count in traced.items() if name not in views} == moved
 
 
@@ -212,16 +214,12 @@ def test_peaks_are_those_of_the_allocator(config: Config, name: str, blocks: str
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_facts_extend_to_any_microbatch(config: Config, name: str) -> None:
-    """Facts extended from traces at 2 and 4 samples equal the traces at 1 and at 7 samples themselves."""
-    graph = capture(resolve_model(config(name), seq_len=SEQ_LEN), precision="bf16", device_kind="cuda")
-    for unit_class in graph.classes:
-        for microbatch in (1, 7):
-            guessed = graph.source.facts(unit_class, None, microbatch)
-            traced = graph.source._traced(unit_class, None, microbatch)  # type: ignore[attr-defined]
-            assert [op for op in guessed.operators if op.kind != "view"] == [
-                op for op in traced.operators if op.kind != "view"
-            ]
-            assert guessed == traced or {op.kind for op in set(guessed.operators) ^ set(traced.operators)} == {"view"}
+    """Facts extended from traces at 2 and 4 samples equal a trace at 7 samples."""
+    source = resolve_model(config(name), seq_len=SEQ_LEN)
+    graph = capture(source, precision="bf16", device_kind="cuda")
+    for unit_class, place in graph.source.places.items():  # type: ignore[attr-defined]
+        traced = graph.source._trace(place, None, 7)  # type: ignore[attr-defined]
+        assert graph.source.facts(unit_class, None, 7) == traced
 
 
 def test_unlike_traces_are_not_extended(config: Config) -> None:
