@@ -168,7 +168,7 @@ def _request(
 
 def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
     """The fingerprint of `model` with the units of `plan`; None when it lacks one of their modules."""
-    from galv.planner.capture.model_graph import fingerprint_as
+    from galv.planner.capture.fingerprint import fingerprint_as
     from galv.planner.graph import UnitRef
 
     return fingerprint_as(model, [UnitRef(unit.name, unit.unit_class, unit.modules) for unit in plan.units()])

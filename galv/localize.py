@@ -107,7 +107,10 @@ class _LocalArguments(TorchFunctionMode):
 
 
 def with_integers(tree: Any, change: Callable[[int, int], int]) -> Any:
-    """`tree` with its i-th integer (in reading order, tensors left out) `n` replaced by `change(i, n)`."""
+    """`tree` with its i-th integer `n` replaced by `change(i, n)`.
+
+    Integers are counted in reading order, in sequences and in slices as well (start, stop, step), not in tensors.
+    """
     count = itertools.count()
 
     def visit(value: Any) -> Any:
@@ -119,6 +122,8 @@ def with_integers(tree: Any, change: Callable[[int, int], int]) -> Any:
             return tuple(visit(item) for item in value) if not isinstance(value, list) else [visit(x) for x in value]
         if isinstance(value, dict):
             return {key: visit(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(visit(value.start), visit(value.stop), visit(value.step))
         return value
 
     return visit(tree)

@@ -40,7 +40,9 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0
+    ) -> list[Any]:
         """The results of `function(*args)` on each of `world_size` ranks, in rank order.
 
         `function` must be importable by its name and run with a default gloo process group. Raises WorkerError.

@@ -40,6 +40,11 @@ class Setting:
     precision: Precision
     optimizer: OptimizerName
 
+    @property
+    def is_ddp_possible(self) -> bool:
+        """Whether the runtime gives the plan to DistributedDataParallel, were every unit at ZeRO 0."""
+        return self.dp > 1 and self.tp == self.pp == 1 and self.precision == "fp32"
+
     def strategy(self, zero: int, recompute: Recompute) -> Strategy:
         """The strategy of a unit in this setting."""
         shard = self.dp if zero else 1
@@ -147,9 +152,15 @@ class UnitPricer:
         crossing = max(self._class(name).facts.output_bytes for name in self.graph.classes)
         return p2p_seconds(crossing, stride, self.cluster)
 
-    def price(self, unit_class: str, zero: int, recompute: Recompute, *, tied_copy: bool = False) -> UnitCost:
-        """The cost of one unit of `unit_class`; `tied_copy` leaves out parameters that another unit already holds."""
-        return self._class(unit_class).price(zero, recompute, tied_copy)
+    def price(
+        self, unit_class: str, zero: int, recompute: Recompute, *, tied_copy: bool = False, ddp: bool = False
+    ) -> UnitCost:
+        """The cost of one unit of `unit_class`.
+
+        `tied_copy` leaves out parameters that another unit already holds; `ddp` says that DistributedDataParallel runs
+        the whole plan, which computes with the masters themselves.
+        """
+        return self._class(unit_class).price(zero, recompute, tied_copy, ddp)
 
     def _class(self, unit_class: str) -> _ClassPricer:
         if unit_class not in self._classes:
@@ -215,7 +226,7 @@ class _ClassPricer:
         names = (parameter.name for parameter in graph.classes[self.unit_class].parameters)
         return frozenset(name for name in names if absolute_name(modules, name) in tied)
 
-    def price(self, zero: int, recompute: Recompute, tied_copy: bool) -> UnitCost:
+    def price(self, zero: int, recompute: Recompute, tied_copy: bool, ddp: bool) -> UnitCost:
         setting, device = self.pricer.setting, self.pricer.cluster.device
         parameters = self.local_parameters(tied_copy)
         again, again_communication = self.recompute_seconds(recompute)
@@ -231,9 +242,9 @@ class _ClassPricer:
             step_exposed_seconds=data.step,
             optimizer_seconds=optimizer_seconds(owned, setting.optimizer, setting.precision, device)
             + clip_seconds(owned, device),
-            states=self._states(zero, parameters),
+            states=self._states(zero, parameters, ddp),
             activation_bytes=self._activation_bytes(recompute),
-            working_bytes=self._working_bytes(zero, recompute, parameters),
+            working_bytes=self._working_bytes(zero, recompute, parameters, ddp),
         )
 
     # -- the data-parallel axis
@@ -264,7 +275,7 @@ class _ClassPricer:
 
     # -- memory
 
-    def _states(self, zero: int, parameters: float) -> ModelStates:
+    def _states(self, zero: int, parameters: float, ddp: bool) -> ModelStates:
         setting = self.pricer.setting
         return model_states(
             parameters,
@@ -274,6 +285,7 @@ class _ClassPricer:
             precision=setting.precision,
             optimizer=setting.optimizer,
             num_microbatches=setting.num_microbatches,
+            ddp=ddp,
         )
 
     def _activation_bytes(self, recompute: Recompute) -> float:
@@ -281,14 +293,16 @@ class _ClassPricer:
         kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
         return facts.input_bytes + min(kept, facts.saved_bytes)
 
-    def _working_bytes(self, zero: int, recompute: Recompute, parameters: float) -> float:
+    def _working_bytes(self, zero: int, recompute: Recompute, parameters: float, ddp: bool) -> float:
         """Alive while this unit runs: recomputed activations, gradients on their way, gathered parameters."""
         facts, setting = self.facts, self.pricer.setting
         kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
         rebuilt = max(facts.saved_bytes - kept, 0.0)
         activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
         gathered = 2 * gathered_bytes(parameters, setting.precision) if zero == 3 else 0
-        return activations + gathered + gradient_window_bytes([parameters], setting.precision, dp=setting.dp)
+        return activations + gathered + gradient_window_bytes(
+            [parameters], setting.precision, dp=setting.dp, ddp=ddp
+        )
 
 
 @dataclass(frozen=True, slots=True)

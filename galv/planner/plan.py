@@ -119,7 +119,8 @@ class LocalArgument(Frozen):
 
     `function` is the tensor function's name (`split`, `view`, `reshape`), `occurrence` counts its calls within one
     forward of `module` (calls inside submodules not counted) from 0, and `arguments` maps positions among the call's
-    integer arguments (positional, then keyword, sequences flattened, the tensors left out) to their local values.
+    integer arguments (positional, then keyword, sequences and slices flattened, the tensors left out) to their local
+    values.
     """
 
     module: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,18 @@ def seconds(value: float) -> str:
 def gib(num_bytes: float) -> str:
     """`num_bytes` in GiB, with the digits that matter."""
     value = num_bytes / GIB
-    return f"{value:.{1 if value >= 10 else 2 if value >= 0.1 else 4}f}"
+    return f"{value:.{_gib_digits(value)}f}"
+
+
+def gib_enough(num_bytes: float) -> str:
+    """`num_bytes` in GiB as `gib` writes it, but rounded up: a budget that someone may type again."""
+    value = num_bytes / GIB
+    digits = _gib_digits(value)
+    return f"{ceil(value * 10**digits) / 10**digits:.{digits}f}"
+
+
+def _gib_digits(value: float) -> int:
+    return 1 if value >= 10 else 2 if value >= 0.1 else 4
 
 
 def count(value: float) -> str:

@@ -18,7 +18,7 @@ from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
 from galv.planner.graph import Exclusion
 from galv.planner.plan import SearchReport, SequenceMode
-from galv.planner.plan_table import gib
+from galv.planner.plan_table import gib, gib_enough
 from galv.planner.reporter import Reporter
 from galv.planner.search.solve import Solution, least_usable_bytes, lower_bound_seconds, solve
 from galv.planner.space import Candidate
@@ -113,15 +113,15 @@ def exclusion(shared: FactsPricer, tp: int, sequence: SequenceMode) -> str | Non
 
 
 def _infeasible(tables: Sequence[PricedTable], budget_bytes: int) -> NoFeasiblePlan:
-    """The error that names the smallest budget that would do, and where the memory goes in the plan that needs least."""
+    """The error that names the smallest budget that would do, and where the memory goes in the plan that needs it."""
     least, closest = min(((least_usable_bytes(priced.table)[0], priced) for priced in tables), key=lambda pair: pair[0])
     needed = ceil(least) + reserved_bytes(least, closest.pricer.cluster.device)
     roomy = replace(closest.table, usable_bytes=least * (1 + 1e-9) + 1)
     smallest = solve(roomy)
     causes = () if smallest is None else binding_stage(replace(closest, table=roomy), smallest)
     return NoFeasiblePlan(
-        f"no plan fits in {gib(budget_bytes)} GiB per device. The smallest budget that would do is {gib(needed)} GiB, "
-        f"with {describe(closest.candidate)}:",
+        f"no plan fits in {gib(budget_bytes)} GiB per device. The smallest budget that would do is "
+        f"{gib_enough(needed)} GiB, with {describe(closest.candidate)}:",
         smallest_budget_bytes=needed,
         causes=causes,
     )

@@ -52,16 +52,18 @@ def candidates(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> 
     found = [
         Candidate(setting, schedule)
         for setting in _settings(graph, cluster, request)
-        for schedule in schedules(setting.pp)
+        for schedule in schedules(setting.pp, setting.num_microbatches)
     ]
     if not found:
         raise UsageError(_no_candidate(graph, cluster, request))
     return found
 
 
-def schedules(pp: int) -> tuple[ScheduleName, ...]:
-    """The schedules for a pipeline degree."""
-    return ("none",) if pp == 1 else ("1f1b", "gpipe")
+def schedules(pp: int, num_microbatches: int) -> tuple[ScheduleName, ...]:
+    """The schedules of a pipeline; with fewer microbatches than stages 1F1B would be GPipe."""
+    if pp == 1:
+        return ("none",)
+    return ("1f1b", "gpipe") if num_microbatches >= pp else ("gpipe",)
 
 
 def sequence_modes(tp: int) -> tuple[SequenceMode, ...]:

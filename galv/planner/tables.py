@@ -34,7 +34,8 @@ class PricedTable:
 def priced_tables(
     shared: FactsPricer, candidate: Candidate, budget_bytes: int, limits: Limits = Limits()  # noqa: B008  # frozen
 ) -> Iterator[PricedTable]:
-    """The tables of `candidate`: one, or one for each ZeRO level of tied units, which must agree on it.
+    """The tables of `candidate`: first one for DistributedDataParallel where it could run the plan, then one, or one for
+    each ZeRO level of tied units, which must agree on it.
 
     Tied units share one tensor. On one stage it has one owner; on two, each stage holds a copy and they exchange
     gradients shard by shard, so both must be sharded alike.
@@ -42,30 +43,32 @@ def priced_tables(
     pricer = UnitPricer(shared, candidate.setting)
     levels = [z for z in zero_levels(candidate.setting.dp) if limits.zero in (None, z)] or [0]
     tied = _tied_classes(shared.graph)
+    if 0 in levels and candidate.setting.is_ddp_possible:
+        yield _table(pricer, candidate, budget_bytes, _Levels({}, [0], limits.recompute, ddp=True))
     for level in levels if tied else (None,):
-        per_class = {
-            name: [level] if level is not None and name in tied else levels for name in shared.graph.classes
-        }
-        yield _table(pricer, candidate, budget_bytes, per_class, limits.recompute)
+        own = {} if level is None else dict.fromkeys(tied, [level])
+        yield _table(pricer, candidate, budget_bytes, _Levels(own, levels, limits.recompute))
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """What the units of one table may choose from."""
+
+    own: Mapping[str, list[int]]
+    """ZeRO levels of classes that are limited to some."""
+    zero: list[int]
+    """ZeRO levels of the others."""
+    recompute: Recompute | None
+    ddp: bool = False
 
 
 def _tied_classes(graph: ModelGraph) -> frozenset[str]:
     return frozenset(graph.units[i].unit_class for group in graph.tied_units for i in group)
 
 
-def _table(
-    pricer: UnitPricer,
-    candidate: Candidate,
-    budget_bytes: int,
-    levels: Mapping[str, list[int]],
-    recompute: Recompute | None,
-) -> PricedTable:
+def _table(pricer: UnitPricer, candidate: Candidate, budget_bytes: int, levels: _Levels) -> PricedTable:
     graph, setting = pricer.graph, candidate.setting
-    costs = {
-        (name, cost.strategy): cost
-        for name in graph.classes
-        for cost in _costs(pricer, name, levels[name], recompute)
-    }
+    costs = {(name, cost.strategy): cost for name in graph.classes for cost in _costs(pricer, name, levels)}
     options = {
         name: tuple(_undominated([_option(c) for (owner, _), c in costs.items() if owner == name]))
         for name in graph.classes
@@ -82,16 +85,14 @@ def _table(
     return PricedTable(candidate, table, costs, pricer)
 
 
-def _costs(
-    pricer: UnitPricer, unit_class: str, levels: list[int], recompute: Recompute | None
-) -> Iterator[UnitCost]:
+def _costs(pricer: UnitPricer, unit_class: str, levels: _Levels) -> Iterator[UnitCost]:
     graph = pricer.graph
     possible = recompute_levels(graph, unit_class)
-    wanted = [r for r in possible if recompute in (None, r)] or ["none"]
+    wanted = [r for r in possible if levels.recompute in (None, r)] or ["none"]
     copy = pricer.setting.pp == 1 and unit_class in _tied_classes(graph) and graph.units[0].unit_class != unit_class
-    for zero in levels:
+    for zero in levels.own.get(unit_class, levels.zero):
         for level in wanted:
-            yield pricer.price(unit_class, zero, level, tied_copy=copy)
+            yield pricer.price(unit_class, zero, level, tied_copy=copy, ddp=levels.ddp)
 
 
 def _option(cost: UnitCost) -> Option:

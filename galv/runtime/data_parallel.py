@@ -10,8 +10,8 @@ Everything is FSDP2's `fully_shard` over a unit's (dp_replicate, dp_shard) mesh;
 
 Replicas of shards (dp_replicate > 1 with zero 1 to 3) are all-reduced at the last microbatch only. `fully_shard` over a
 shard axis of length 1 does what torch's composable `replicate` does, at the same cost, so one mechanism serves all.
-Where nothing is sharded and nothing is cast (every unit zero 0, tp 1, fp32, no pipeline) DistributedDataParallel takes its
-place, which needs no second copy of parameters and gradients.
+Where nothing is sharded and nothing is cast (every unit zero 0, tp 1, fp32, no pipeline) DistributedDataParallel takes
+its place, which needs no second copy of parameters and gradients.
 
 Gradients are averaged over the data-parallel groups, as users of DDP expect.
 """

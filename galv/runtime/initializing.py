@@ -12,7 +12,7 @@ turn), and a tensor with marks left is an error, not silent garbage.
 from __future__ import annotations
 
 import copy
-import hashlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from galv.errors import ModelError
+from galv.runtime.randomness import seed_from
 from galv.runtime.ties import Ties, named_tensors, own_tensors
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -73,18 +74,13 @@ class Initializer:
         for module, own, tensor in metas.values():
             self._ties.replace(module, own, _marked(tensor, mark, self._device))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(_seed_of(self._seed, piece.name))
+            torch.manual_seed(seed_from(self._seed, piece.name))
             for name, module in piece.modules:
                 _apply_rules(self._skeleton, name, module)
         values = {full_name: getattr(module, own).detach() for full_name, (module, own, _) in metas.items()}
         for module, own, tensor in metas.values():
             self._ties.replace(module, own, tensor)
         return values
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch seeds are signed
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -146,14 +142,15 @@ def _apply_rules(root: nn.Module, name: str, module: nn.Module) -> None:
 
 def _rules(root: nn.Module, name: str, module: nn.Module) -> Iterator[Callable[[], object]]:
     enclosing = [root.get_submodule(name.rsplit(".", i)[0]) for i in range(name.count(".") + 1)] + [root]
-    owner = next((m for m in enclosing if callable(getattr(m, "_init_weights", None))), None)
-    if owner is not None:
-        yield lambda: owner._init_weights(module)
-    for rule in ("reset_parameters", "_reset_parameters"):
-        if callable(getattr(module, rule, None)):
-            yield getattr(module, rule)
+    for rule in (getattr(outer, "_init_weights", None) for outer in enclosing):
+        if callable(rule):
+            yield functools.partial(rule, module)
+            break
+    for rule in (getattr(module, method, None) for method in ("reset_parameters", "_reset_parameters")):
+        if callable(rule):
+            yield rule
     if hasattr(module, "config") and not list(module.parameters()):
-        yield lambda: _rebuild_buffers(module)
+        yield functools.partial(_rebuild_buffers, module)
 
 
 def _rebuild_buffers(module: nn.Module) -> None:
@@ -180,6 +177,6 @@ def _check_equal(values: dict[str, Tensor], again: dict[str, Tensor]) -> None:
 
 def _no_rule(name: str) -> ModelError:
     return ModelError(
-        f"the model is on the meta device and has no rule that initializes {name!r} (a `reset_parameters` of its module, "
-        "or the `_init_weights` of a Hugging Face model); build the model on a real device, or give its weights"
+        f"the model is on the meta device and has no rule that initializes {name!r} (`reset_parameters` of its module, "
+        "or `_init_weights` of a Hugging Face model); build the model on a real device, or give its weights"
     )

@@ -20,6 +20,7 @@ from galv.runtime.gradients import clip_gradients
 from galv.runtime.loss import count_targets, loss_of, microbatch_weights, weighted
 from galv.runtime.mesh import Meshes
 from galv.runtime.optimizer import OptimizerFactory, build_optimizer
+from galv.runtime.randomness import Randomness
 from galv.runtime.recompute import original_name
 from galv.runtime.schedule import PipelineRunner
 
@@ -39,6 +40,7 @@ class Parts:
     shifts_labels: bool
     called: nn.Module
     """What a forward calls: the model, or DistributedDataParallel around it."""
+    randomness: Randomness
     runner: PipelineRunner | None
 
 
@@ -63,7 +65,8 @@ class ParallelModule(nn.Module):
             raise UsageError(
                 f"a pipeline of {self.plan.pipeline.degree} stages has no forward of its own; call train_step(batch)"
             )
-        output = self._parts.called(*args, **kwargs)
+        with self._parts.randomness.active():
+            output = self._parts.called(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._free_gathered()
         return output
@@ -79,7 +82,8 @@ class ParallelModule(nn.Module):
         meshes = self._parts.meshes
         weights = microbatch_weights(counts.to(self.device), meshes.data_group, meshes.data_degree)
         if self._parts.runner is not None:
-            loss = self._parts.runner.step(self._on_device(batch), weights)
+            with self._parts.randomness.active():
+                loss = self._parts.runner.step(self._on_device(batch), weights)
         else:
             loss = self._accumulate(microbatches, weights)
         dist.all_reduce(loss, group=meshes.data_group)

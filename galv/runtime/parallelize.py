@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import fx, nn
@@ -18,6 +19,7 @@ from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
 from galv.runtime.pipeline import StageModule, build_stage
+from galv.runtime.randomness import Randomness, ShardRegions, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.schedule import PipelineRunner
 from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
@@ -64,7 +66,7 @@ def parallelize(
     _shard_root(here)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
-    return _finished(model, here)
+    return _finished(model, here, seed)
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,7 @@ class _Here:
         return self.holder.get_submodule(f"model.{name}".rstrip("."))
 
 
-def _here(
-    model: nn.Module, plan: Plan, glue: fx.GraphModule | None, meshes: Meshes, device: torch.device
-) -> _Here:
+def _here(model: nn.Module, plan: Plan, glue: fx.GraphModule | None, meshes: Meshes, device: torch.device) -> _Here:
     stage: nn.Module = model
     if plan.pipeline.degree > 1:
         if glue is None:
@@ -144,10 +144,19 @@ def _tensor_parallel(here: _Here, unit: Unit) -> None:
     if layout is None:
         return
     mesh = here.meshes.of(unit.strategy)["tp"]
-    apply_tensor_parallel(lambda name: here.module(absolute_name(unit.modules, name)), layout, mesh, here.ties)
+    regions = ShardRegions(here.device, mesh.get_local_rank())
+    for name in unit.modules:
+        regions.surround(here.module(name), is_sharded=unit.activation.kind == "S")
+    apply_tensor_parallel(lambda name: here.module(absolute_name(unit.modules, name)), layout, mesh, here.ties, regions)
     for part in layout.modules:
-        for name, change in part.parameters.items():
-            here.layouts[absolute_name(unit.modules, f"{part.module}.{name}".lstrip("."))] = change.source
+        for own_name, change in part.parameters.items():
+            name = absolute_name(unit.modules, f"{part.module}.{own_name}".lstrip("."))
+            here.layouts.update(dict.fromkeys(_aliases(name, here.plan), change.source))
+
+
+def _aliases(name: str, plan: Plan) -> tuple[str, ...]:
+    """All names of the parameter called `name`."""
+    return next((group for group in plan.model.tied if name in group), (name,))
 
 
 def _recompute(here: _Here, unit: Unit) -> None:
@@ -173,7 +182,7 @@ def _shard_root(here: _Here) -> None:
 def _convert_borders(here: _Here) -> None:
     """Changes the layout of the activation in front of each unit that takes another than the unit before it gives."""
     everything = list(here.plan.units())
-    for before, unit in zip(everything, everything[1:], strict=False):
+    for before, unit in pairwise(everything):
         if unit not in here.units or before.activation == unit.activation:
             continue
         change = Redistribution(source=before.activation, target=unit.activation)
@@ -186,7 +195,7 @@ def _convert_borders(here: _Here) -> None:
             convert_input(here.stage, change, mesh)
 
 
-def _finished(model: nn.Module, here: _Here) -> ParallelModule:
+def _finished(model: nn.Module, here: _Here, seed: int) -> ParallelModule:
     called = here.stage
     if data_parallel.uses_ddp(here.plan):
         called = DistributedDataParallel(
@@ -206,6 +215,7 @@ def _finished(model: nn.Module, here: _Here) -> ParallelModule:
         copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
         shifts_labels=shifts_labels(model),
         called=called,
+        randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
         runner=_runner(here),
     )
     return ParallelModule(here.stage, parts)

@@ -1,8 +1,9 @@
 """Which activations a unit keeps from forward to backward.
 
-`full` keeps a module's inputs, `selective` also the outputs of matrix products and fused attention; the rest is computed
-again during backward (torch's non-reentrant checkpointing, with the random state of the first time). Collectives of the
-tensor axis inside the unit run again with it.
+`full` keeps a module's inputs, `selective` also the outputs of matrix products and fused attention; the rest is
+computed again during backward (torch's non-reentrant checkpointing, with the random state of the first time).
+Collectives of the tensor axis inside the unit run again with it. `selective` keeps the results of fused dropout, too:
+operators that run again must not draw what kept ones have drawn.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def apply_recompute(parent: nn.Module, name: str, recompute: Recompute) -> None:
     options: dict[str, Any] = {}
     if recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    parent._modules[name] = checkpoint_wrapper(parent._modules[name], **options)
+    parent._modules[name] = checkpoint_wrapper(parent.get_submodule(name), **options)
 
 
 def original_name(name: str) -> str:
@@ -55,7 +56,13 @@ def original_name(name: str) -> str:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = operator in _KEPT or _draws(operator)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: Any) -> bool:
+    """Whether it makes random results; operators that fill a tensor in place run again and fill it alike."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and not operator._schema.is_mutable
 
 
 def _kept() -> frozenset[Any]:

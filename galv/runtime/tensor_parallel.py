@@ -1,7 +1,7 @@
 """How a unit's parameters and activations lie on the tensor axis, with real collectives.
 
-Parameters become DTensors stored as the unit's `TensorParallelLayout` says; `galv.localize` makes the modules compute on
-local tensors; this module gives it the hand that moves tensors between ranks, made of DTensor's own redistribution
+Parameters become DTensors stored as the unit's `TensorParallelLayout` says; `galv.localize` makes the modules compute
+on local tensors; this module gives it the hand that moves tensors between ranks, made of DTensor's own redistribution
 (Megatron-LM's f, g and their sequence-parallel kin, arXiv 1909.08053 and 2205.05198, are cases of it).
 
 Cut chunk by chunk (`S0x3`), a parameter's DTensor is plainly sharded, but of the parameter with the dim's parts in
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from galv.errors import RunError
 from galv.localize import Redistribute, localize
 from galv.planner.plan import Layout, Redistribution, TensorParallelLayout
+from galv.runtime.randomness import ShardRegions
 from galv.runtime.ties import Ties
 
 REPLICATED = Layout(kind="R")
@@ -170,7 +171,7 @@ class _Plain(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -182,7 +183,7 @@ class _Summand(torch.autograd.Function):
         return tensor.detach() if keep else torch.zeros_like(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -190,11 +191,29 @@ class _Summand(torch.autograd.Function):
 
 
 def apply_tensor_parallel(
-    module_named: Callable[[str], nn.Module], layout: TensorParallelLayout, mesh: DeviceMesh, ties: Ties
+    module_named: Callable[[str], nn.Module],
+    layout: TensorParallelLayout,
+    mesh: DeviceMesh,
+    ties: Ties,
+    regions: ShardRegions,
 ) -> None:
     """Makes one unit's modules compute on this rank's share, in place. `mesh` is the 1-D tensor axis."""
     distribute_parameters(module_named, layout, mesh, ties)
-    localize(module_named, layout, redistributor(mesh), local_parameter)
+    localize(module_named, layout, _tracked(redistributor(mesh), regions), local_parameter)
+
+
+def _tracked(redistribute: Redistribute, regions: ShardRegions) -> Redistribute:
+    """`redistribute` that also notes whether ranks hold parts or the whole after it."""
+
+    def tracked(tensor: Tensor, change: Redistribution) -> Tensor:
+        if change.source != change.target:
+            if change.target.kind == "R":
+                regions.leave()
+            elif change.target.kind != "P":
+                regions.enter()
+        return redistribute(tensor, change)
+
+    return tracked
 
 
 def convert_input(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:

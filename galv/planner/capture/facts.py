@@ -29,7 +29,7 @@ def block_facts(
     """The facts of one repeated block for one call of it, on one rank of `layout`."""
     recorder = Recorder(list(block.parameters()))
     emulation = None if layout is None else Emulation(block.get_submodule, layout, recorder)
-    activation = call.tensor().detach().requires_grad_()
+    activation: Tensor = detached(call.tensor())
     if emulation is not None:
         activation = emulation.activation(activation)
     args, kwargs = _with_activation(call, activation)
@@ -43,9 +43,9 @@ def block_facts(
         output_bytes = size_bytes(outputs[0]) if outputs else 0
         trace.output_key = storage_key(outputs[0]) if outputs else None
         parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
-        others = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t is not activation]
+        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         own = parameters if emulation is None else emulation.parameters(parameters)
-        recorder.backward(outputs, [activation, *others], own)
+        recorder.backward(outputs, given, own)
     return facts_of(trace, input_bytes=size_bytes(activation), output_bytes=output_bytes)
 
 

@@ -50,7 +50,7 @@ def _config_from_dict(data: dict[str, Any], file: Path) -> Any:
         close = difflib.get_close_matches(kind, list(known.keys()), n=3)
         guess = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ModelError(
-            f"{file}: model_type {kind!r} is none of the {len(known)} that transformers "
+            f"{file}: model_type {kind!r} is none of the {len(list(known.keys()))} that transformers "
             f"{_transformers().__version__} knows.{guess}"
         )
     try:

@@ -9,8 +9,6 @@ before, and so does the loss when nothing after the last block has parameters.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from galv.errors import ModelError
 from galv.planner.capture.attention import DeviceKind
+from galv.planner.capture.fingerprint import fingerprint_as as fingerprint_as
+from galv.planner.capture.fingerprint import tied_parameters, unit_parameters
 from galv.planner.capture.inputs import check_inputs, input_specs
 from galv.planner.capture.operators import storage_key
 from galv.planner.capture.skeleton import Named, Skeleton, SkeletonRun, signature
@@ -35,7 +35,7 @@ from galv.planner.capture.units import (
     stray_parameters,
     structure,
 )
-from galv.planner.graph import ModelGraph, Parameter, UnitClass, UnitRef
+from galv.planner.graph import ModelGraph, UnitClass, UnitRef
 from galv.planner.plan import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -53,8 +53,9 @@ def capture(source: ModelSource, *, precision: Precision = "bf16", device_kind: 
     check_inputs(model, {spec.name: torch.empty(0) for spec in specs})
     chain = _Chain.of(model, source, dtype, device_kind)
     units, places = chain.units()
-    tied = _tied(model)
-    classes = {name: UnitClass(name, _parameters(model, place.modules)) for name, place in places.items()}
+    classes = {name: UnitClass(name, unit_parameters(model, place.modules)) for name, place in places.items()}
+    fingerprint = fingerprint_as(model, units)
+    assert fingerprint is not None, "the model has the modules of its own units"
     return ModelGraph(
         name=source.name,
         units=units,
@@ -62,8 +63,8 @@ def capture(source: ModelSource, *, precision: Precision = "bf16", device_kind: 
         inputs=specs,
         num_samples=FEW,
         num_parameters=num_parameters(model),
-        tied=tied,
-        fingerprint=fingerprint(units, classes, tied),
+        tied=tied_parameters(model),
+        fingerprint=fingerprint,
         source=TracedFacts(chain.skeleton, source, dtype, places),
     )
 
@@ -220,45 +221,6 @@ def _check_ownership(model: nn.Module, blocks: Sequence[str], around: dict[str, 
             f"no unit can own the parameters {', '.join(stray)}: they lie directly in a module that also contains the "
             f"repeated blocks {blocks[0]} to {blocks[-1]}. Put them in a module of their own"
         )
-
-
-def _parameters(model: nn.Module, modules: Sequence[str]) -> tuple[Parameter, ...]:
-    """The parameters of a unit that owns `modules`, tied ones within the unit once."""
-    found: dict[int, Parameter] = {}
-    for i, module in enumerate(modules):
-        prefix = f"{i}." if len(modules) > 1 else ""
-        for name, p in model.get_submodule(module).named_parameters():
-            found.setdefault(id(p), Parameter(prefix + name, tuple(p.shape), p.requires_grad))
-    return tuple(found.values())
-
-
-def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def fingerprint(units: Sequence[UnitRef], classes: dict[str, UnitClass], tied: Sequence[tuple[str, ...]]) -> str:
-    """A short hash of the units in order, of every parameter's name and shape, and of what is tied."""
-    content = {
-        "units": [(unit.name, unit.unit_class, unit.modules) for unit in units],
-        "classes": {name: [(p.name, p.shape) for p in kind.parameters] for name, kind in classes.items()},
-        "tied": list(tied),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def fingerprint_as(model: nn.Module, units: Sequence[UnitRef]) -> str | None:
-    """The fingerprint of `model` were its units `units`; None when it has not all their modules. Traces nothing."""
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    if not all(name in known for unit in units for name in unit.modules):
-        return None
-    classes: dict[str, UnitClass] = {}
-    for unit in units:
-        if unit.unit_class not in classes:
-            classes[unit.unit_class] = UnitClass(unit.unit_class, _parameters(model, unit.modules))
-    return fingerprint(units, classes, _tied(model))
 
 
 # ----------------------------------------------------------------------------------------------- the meta device

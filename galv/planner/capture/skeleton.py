@@ -303,12 +303,12 @@ def differentiable(output: Any) -> list[Tensor]:
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What must be equal in two calls for equal shapes to come out: shapes, flags, which arguments are given."""
+    """What must be equal in two calls for the same work to be done: shapes, flags, which arguments are given."""
     leaves, spec = tree_flatten((args, kwargs))
     return (str(spec), tuple(map(_leaf, leaves)))
 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
+        return (tuple(value.shape), value.dtype, value.requires_grad)
     return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__

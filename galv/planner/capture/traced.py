@@ -92,7 +92,7 @@ class TracedFacts:
     def _tied(self, modules: tuple[tuple[str, nn.Module], ...]) -> Iterator[str]:
         """The parameters of `modules`, named within their unit, that the model also holds elsewhere."""
         named = self.skeleton.model.named_parameters(remove_duplicate=False)
-        prefixes = tuple(f"{name}." for name, _ in modules)
+        prefixes = tuple(f"{name}." if name else "" for name, _ in modules)
         elsewhere = {id(parameter) for name, parameter in named if not name.startswith(prefixes)}
         for position, (_, module) in enumerate(modules):
             for name, parameter in module.named_parameters():

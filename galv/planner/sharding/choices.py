@@ -178,6 +178,10 @@ class _Maker:
 
     def _operator(self, node: Node, given: list[set[Place]]) -> Iterator[Choice]:
         nodes, factors = self.q.trace.nodes, self.factors[node.index]
+        if factors.is_uniform:
+            places = [WHOLE, *(shard(dim) for dim in range(len(node.shape)) if self._divides(node, shard(dim)))]
+            yield from (Choice((), p, self._work_seconds(node, factors, (), p, False)) for p in places if p == WHOLE or node.index not in self.q.whole)
+            return
         grads = [nodes[i].differentiable for i in node.inputs]
         for rule in rules(factors, given, grads, node.differentiable, self.q.degree):
             choice = Choice(rule.inputs, rule.output, self._work_seconds(node, factors, rule.inputs, rule.output, rule.is_cut))

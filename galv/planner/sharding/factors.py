@@ -43,6 +43,8 @@ class Factors:
     """Whether it is a matrix product or attention, whose FLOPs go with the product of all factors."""
     is_view: bool = False
     """Whether it moves no bytes."""
+    is_uniform: bool = False
+    """Whether its output, made from nothing, has the same value everywhere, so that any part of it can be made."""
 
 
 @dataclass

@@ -129,8 +129,8 @@ def _solved(question: Question) -> _Solved | str:
 def _hindrance(question: Question) -> str | None:
     """What keeps the question from being asked at all."""
     trace, degree = question.trace, question.degree
-    if trace.stray:
-        return f"parameter {trace.stray[0]} is read while its own module is not running, so it cannot be made local"
+    if trace.hazards:
+        return f"{type(trace.module).__name__}: {trace.hazards[0]}"
     if question.sequence == "none" or trace.call.activation is None:
         return None
     shape = tuple(trace.call.tensor().shape)

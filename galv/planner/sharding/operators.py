@@ -201,6 +201,11 @@ def embedding(build: Builder, node: fx.Node) -> Factors:
     return build.done([(rows, width), tokens], (*tokens, width), linear=linear_in({0}))
 
 
+def uniform(build: Builder, node: fx.Node) -> Factors:
+    """A tensor filled with one value."""
+    return build.done([], build.fresh(build.output), is_uniform=not build.inputs)
+
+
 def convolution(build: Builder, node: fx.Node) -> Factors:
     """An ungrouped convolution, along channels only."""
     if argument(node, 6, "groups", 1) != 1 or len(build.inputs[0]) != len(build.inputs[1]):
@@ -239,5 +244,6 @@ _READERS: dict[str, Reader] = {
     "einsum": einsum,
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
+    **dict.fromkeys(("zeros", "ones", "full"), uniform),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
 }

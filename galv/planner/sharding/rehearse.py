@@ -19,10 +19,9 @@ from galv.localize import localize, with_integers
 from galv.planner.plan import LocalArgument, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout
 from galv.planner.sharding.choices import Choice
 from galv.planner.sharding.place import Place, global_shape, local_shape, place_of
+from galv.planner.sharding.sizes import Shape, local_sizes, misplaced_bounds
 from galv.planner.sharding.trace import Call, Input, OwnParameter, Trace
-from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, tensors_in
-
-Shape = tuple[int, ...]
+from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, shapes_in
 
 
 @dataclass(frozen=True)
@@ -127,16 +126,40 @@ class _Rehearsal:
         call = self.trace.calls[self.position]
         whole = [self.trace.nodes[i].shape for i in call.results]
         local = [self._local(i) for i in call.results]
-        output, error = _tried(func, args, kwargs, local)
+        output, error = self._tried(call, func, args, kwargs, local)
         if error and self.mend:
-            change = _local_sizes(site.function, _integers(args, kwargs), whole, local)
+            change = self._change(call, args, kwargs, whole, local)
             args, kwargs = with_integers((args, kwargs), change.get)
-            output, error = _tried(func, args, kwargs, local)
+            output, error = self._tried(call, func, args, kwargs, local)
             self.found.append(LocalArgument(**vars(site), arguments=change))
-        if error or constants_in((args, kwargs)) != call.constants:
-            raise self._misfit(error or f"{constants_in((args, kwargs))} in place of {call.constants}")
+        if error:
+            raise self._misfit(error)
         self.position += 1
         return output
+
+    def _change(
+        self, call: Call, args: Any, kwargs: Any, whole: Sequence[Shape], local: Sequence[Shape]
+    ) -> dict[int, int]:
+        places = [self.places[i] for i in call.results]
+        if any(place is not None and place.dim == 0 and place.chunks > 1 for place in places):
+            return {}  # a product with the number of samples, good for this number only
+        with self.counter.paused():
+            return local_sizes(call, args, kwargs, whole, local)
+
+    def _tried(self, call: Call, func: Any, args: Any, kwargs: Any, wanted: list[Shape]) -> tuple[Any, str]:
+        """The output of the call and "", or what is wrong with it."""
+        with self.counter.paused():
+            if constants_in((args, kwargs)) != call.constants:
+                return None, f"{constants_in((args, kwargs))} in place of {call.constants}"
+            misplaced = misplaced_bounds(call, args, kwargs)
+        if misplaced:
+            return None, misplaced
+        try:
+            output = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            return None, str(error)
+        shapes = list(shapes_in(output))
+        return output, "" if shapes == wanted else f"it gives {shapes} in place of {wanted}"
 
     def _local(self, node: int) -> Shape:
         place = self.places[node]
@@ -146,40 +169,3 @@ class _Rehearsal:
     def _misfit(self, reason: str) -> _MisfitError:
         call = self.trace.calls[min(self.position, len(self.trace.calls) - 1)]
         return _MisfitError(Misfit(call, reason))
-
-
-def _tried(func: Any, args: Any, kwargs: Any, wanted: list[Shape]) -> tuple[Any, str]:
-    """The output of the call and "", or what is wrong with it."""
-    try:
-        output = func(*args, **kwargs)
-    except (RuntimeError, ValueError, IndexError) as error:
-        return None, str(error)
-    shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
-    return output, "" if shapes == wanted else f"it gives {shapes} in place of {wanted}"
-
-
-def _integers(args: Any, kwargs: Any) -> list[int]:
-    found: list[int] = []
-
-    def keep(_: int, value: int) -> int:
-        found.append(value)
-        return value
-
-    with_integers((args, kwargs), keep)
-    return found
-
-
-def _local_sizes(function: str, integers: list[int], whole: list[Shape], local: list[Shape]) -> dict[int, int]:
-    """Which of a call's integers must become what, for its results to have the shapes `local` instead of `whole`."""
-    first, wanted = 0, list(local[0]) if local else []
-    if function == "unflatten":
-        first, wanted = 1, wanted[integers[0] % len(wanted) :][: len(integers) - 1]
-    elif function in ("split", "split_with_sizes"):
-        cut = next((dim for dim, sizes in enumerate(zip(whole[0], local[0], strict=True)) if len(set(sizes)) > 1), 0)
-        listed = integers[: len(local)] == [shape[cut] for shape in whole] and len(integers) > len(local)
-        wanted = [shape[cut] for shape in (local if listed else local[:1])]
-    elif function not in ("view", "reshape", "expand"):
-        return {}
-    sizes = integers[first : first + len(wanted)]
-    pairs = enumerate(zip(sizes, wanted, strict=False))
-    return {first + i: want for i, (given, want) in pairs if given not in (-1, want)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,12 +20,24 @@ from torch.utils import _pytree as pytree
 
 from galv.errors import ModelError
 from galv.planner.capture.sample import ModuleCall
-from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, paths, tensors_in
+from galv.planner.sharding.watch import (
+    FunctionCounter,
+    Site,
+    constants_in,
+    counted,
+    integers_in,
+    paths,
+    shapes_in,
+    tensors_in,
+)
 
 NodeKind = Literal["input", "parameter", "constant", "border", "operator", "result"]
 
 _aten = torch.ops.aten
 _WITHOUT_GRADIENT = (_aten.detach.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default)
+
+_FRESH = (_aten.to.dtype, _aten.to.device, _aten.contiguous.default)
+"""Views of their input only where nothing had to be done, and then one and the same tensor."""
 
 _library = torch.library.Library("galv", "FRAGMENT")
 _library.define("marker(Tensor x, int record) -> Tensor")
@@ -100,7 +112,10 @@ class Call:
 
     site: Site
     constants: tuple[float | bool, ...]
-    results: list[int]
+    integers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors among the arguments."""
+    results: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +128,8 @@ class Trace:
     call: ModuleCall
     nodes: tuple[Node, ...]
     calls: tuple[Call, ...]
-    stray: tuple[str, ...]
-    """Parameters that are read while their own module is not running, where no hook can make them local."""
+    hazards: tuple[str, ...]
+    """What keeps the graph from telling the truth, in words."""
 
     def nodes_of(self, kind: NodeKind) -> list[Node]:
         return [node for node in self.nodes if node.kind == kind]
@@ -140,7 +155,7 @@ def trace_call(call: ModuleCall, module: nn.Module) -> Trace:
         name = type(module).__name__
         raise ModelError(f"{name} cannot be traced on the meta device: {type(error).__name__}: {error}") from error
     reader = _Reader(recorder.records, graph, module, _inputs(call))
-    return Trace(call.module, module, call, reader.read(), tuple(recorder.calls), tuple(reader.stray))
+    return Trace(call.module, module, call, reader.read(), tuple(recorder.calls), tuple(reader.hazards))
 
 
 def _inputs(call: ModuleCall) -> Iterator[tuple[Input, bool]]:
@@ -181,9 +196,11 @@ class _Recorder:
         return marked
 
     def _watch(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
-        output = func(*args, **kwargs)
-        call = Call(site, constants_in((args, kwargs)), [])
+        with self._counter.paused():
+            everything = (args, kwargs)
+            call = Call(site, constants_in(everything), integers_in(everything), shapes_in(everything))
         self.calls.append(call)
+        output = func(*args, **kwargs)
         for tensor in tensors_in(output):
             self._mark(tensor, call)
         return output
@@ -232,7 +249,7 @@ class _Reader:
         self, records: list[Any], graph: fx.GraphModule, module: nn.Module, inputs: Iterator[tuple[Input, bool]]
     ) -> None:
         self.records, self.graph, self.inputs = records, graph, inputs
-        self.stray: list[str] = []
+        self.hazards: list[str] = []
         self._nodes: list[Node] = []
         self._index: dict[fx.Node, int] = {}
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -264,6 +281,8 @@ class _Reader:
 
     def _operator(self, node: fx.Node) -> None:
         inputs = tuple(self._source(x) for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, fx.Node))
+        if _is_mutable(node) and inputs and _is_view(self._nodes[inputs[0]].target):
+            self.hazards.append(f"{node.target} writes into a view, which changes another tensor unseen")
         flows = self._grad_enabled and any(self._nodes[i].differentiable for i in inputs)
         self._add(node, "operator", inputs, differentiable=flows and node.target not in _WITHOUT_GRADIENT)
 
@@ -272,7 +291,8 @@ class _Reader:
         if node not in self._index:
             value = operator.attrgetter(node.target)(self.graph)
             if id(value) in self._parameters:
-                self.stray.append(self._parameters[id(value)])
+                name = self._parameters[id(value)]
+                self.hazards.append(f"{name} is read while its own module is not running, so it cannot be made local")
             node.meta["val"] = value
             self._add(node, "constant", differentiable=False)
         return self._index[node]
@@ -293,6 +313,18 @@ class _Reader:
         )
         self._nodes.append(made)
         self._index[node] = made.index
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_view(node: fx.Node | None) -> bool:
+    """Whether the node's value shares memory with its input."""
+    schema = getattr(node.target, "_schema", None) if node is not None else None
+    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    return alias is not None and not alias.is_write and node is not None and node.target not in _FRESH
 
 
 def _values(node: fx.Node) -> list[Tensor]:

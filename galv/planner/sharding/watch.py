@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from galv.localize import with_integers
+
 
 @dataclass(frozen=True)
 class Site:
@@ -85,6 +87,23 @@ def paths(name: str, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a tree of arguments or results, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def integers_in(tree: Any) -> tuple[int, ...]:
+    """The integers among the arguments of a call, counted as in `plan.LocalArgument`."""
+    found: list[int] = []
+
+    def keep(_: int, value: int) -> int:
+        found.append(value)
+        return value
+
+    with_integers(tree, keep)
+    return tuple(found)
+
+
+def shapes_in(tree: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors of a tree."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree))
 
 
 def constants_in(tree: Any) -> tuple[float | bool, ...]:

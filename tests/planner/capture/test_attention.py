@@ -26,7 +26,9 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def called(device: str, kind: DeviceKind, heads: int = 4, dtype: torch.dtype = torch.float32, **settings: Any) -> list[str]:
+def called(
+    device: str, kind: DeviceKind, heads: int = 4, dtype: torch.dtype = torch.float32, **settings: Any
+) -> list[str]:
     """The operators of one attention call on `device`, with 4 query heads."""
     query, key, value = (
         torch.zeros(2, n, 16, 8, dtype=dtype, device=device, requires_grad=True) for n in (4, heads, heads)

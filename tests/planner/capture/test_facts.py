@@ -119,7 +119,7 @@ def test_saved_bytes_are_those_of_a_real_run(config: Config, name: str, blocks: 
     path = config(name)
     graph = capture(resolve_model(path, seq_len=SEQ_LEN), precision="fp32", device_kind="cpu")
     model = real_model(path)
-    watch = UnitWatch(list(model.get_submodule(blocks)))  # type: ignore[arg-type]
+    watch = UnitWatch(list(model.get_submodule(blocks).children()))
     with watch.watching(model):
         loss = model(**batch()).loss
     saved = {unit: sum(storages.values()) for unit, storages in watch.saved.items()}

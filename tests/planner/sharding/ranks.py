@@ -118,6 +118,8 @@ def check_equal(unit: UnitSample, call: ModuleCall, layout: TensorParallelLayout
 
     `unit` and `call` hold real tensors; other calls of the unit are left out.
     """
+    for parameter in _parameters(unit).values():
+        parameter.grad = None
     whole = _run(unit, call, lambda name, x: x, lambda i, x: _upstream(i, x.shape), _parameters(unit, call))
     ranks, group = _run_ranks(unit, call, layout, [x.shape for x in whole.outputs])
     activation, plain = _activation(unit, layout), Layout(kind="R")
@@ -205,7 +207,11 @@ def _run(
 ) -> Outcome:
     """Forward and backward; `given` and `upstream` say what becomes of an argument, and of an output's gradient."""
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
-    own = iter(given(name, x).detach().clone().requires_grad_(x.is_floating_point()) for name, x in _tensors(call))
+    wanted = [x.is_floating_point() and (x.requires_grad or name == call.activation) for name, x in _tensors(call)]
+    own = iter(
+        given(name, x).detach().clone().requires_grad_(flows)
+        for (name, x), flows in zip(_tensors(call), wanted, strict=True)
+    )
     leaves = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     outputs = [x for x in pytree.tree_leaves(unit.module(call.module)(*args, **kwargs)) if isinstance(x, Tensor)]

@@ -1,0 +1,85 @@
+"""`galv run` from a plan file to trained steps, in processes of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import galv
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os
+import torch.distributed as dist
+import galv
+from galv.planner.plan import Plan
+
+dist.init_process_group("gloo")
+plan = Plan.from_json(open(os.environ["GALV_PLAN"]).read())
+module = galv.parallelize(galv.build_model(plan), plan)
+print("num parameters", plan.model.num_parameters, "rank", dist.get_rank(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of a small Llama for two processes of this machine."""
+    model = str(ROOT / "configs/models/llama-tiny.json")
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    galv.estimate(model, cluster="cpu:2x1", seq_len=32, global_batch=4, precision="fp32", zero=3).save(path)
+    return path
+
+
+def _run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "galv", "run", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+
+
+def test_steps_are_trained_and_shown_beside_the_estimate(plan_path: Path) -> None:
+    """One line a step with a falling loss, then what was measured beside what was estimated; nothing else."""
+    done = _run(plan_path, "--steps", 3)
+    losses = [float(loss) for loss in re.findall(r"^ +\d+ +(\d+\.\d+) ", done.stdout, flags=re.MULTILINE)]
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+    assert re.search(r"measured +estimated", done.stdout)
+    assert all(row in done.stdout for row in ("tokens/s", "peak memory"))
+
+
+def test_the_same_seed_gives_the_same_run(plan_path: Path) -> None:
+    """Losses depend on --seed alone."""
+    first, second, other = (
+        re.findall(r"^ +\d+ +(\d+\.\d+) ", _run(plan_path, "--steps", 1, "--seed", seed).stdout, flags=re.MULTILINE)
+        for seed in (3, 3, 4)
+    )
+
+    assert first == second != other
+
+
+def test_a_script_finds_plan_and_model(plan_path: Path, tmp_path: Path) -> None:
+    """A user's script makes the plan's model parallel on every rank."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = _run(plan_path, script)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split()[-1] for line in done.stdout.splitlines()) == ["0", "1"]
+
+
+def test_another_model_than_the_plans_is_refused(plan_path: Path, tmp_path: Path) -> None:
+    """A model whose fingerprint is not the plan's: one message from all ranks together, status 2."""
+    text = plan_path.read_text()
+    other = tmp_path / "other.json"
+    other.write_text(re.sub(r'"fingerprint": "\w{4}', '"fingerprint": "0000', text))
+    done = _run(other, "--steps", 1)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("galv: ") == 1
+    assert "another model" in done.stderr
