@@ -23,6 +23,10 @@ class StageSeconds:
     backward_seconds: float
     step_seconds: float
 
+    def total(self, num_microbatches: int) -> float:
+        """Busy seconds of one step."""
+        return num_microbatches * (self.forward_seconds + self.backward_seconds) + self.step_seconds
+
 
 def pipeline_seconds(
     schedule: ScheduleName, stages: Sequence[StageSeconds], num_microbatches: int, transfer_seconds: float

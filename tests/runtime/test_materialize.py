@@ -222,7 +222,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            # A DTensor has no storage of its own; what it wraps is seen by itself.
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.live)
@@ -241,11 +242,11 @@ def peak_bytes(num_blocks: int) -> tuple[int, int]:
 
 
 def test_no_rank_holds_the_whole(pool: Pool) -> None:
-    """While a model of 24 blocks is made, a rank never holds more than its shards and one unit at work."""
-    model = tiny_llama(24)
+    """While a model of 12 blocks is made, a rank never holds more than its shards and one unit at work."""
+    model = tiny_llama(12)
     whole = sum(parameter.numel() * 4 for parameter in model.parameters())
     unit = max(sum(p.numel() * 4 for p in m.parameters()) for m in model.get_submodule("model.layers").children())
 
-    for peak, after in pool.run(peak_bytes, 4, 24):
+    for peak, after in pool.run(peak_bytes, 4, 12):
         assert whole / 4 <= after <= whole / 4 + unit
         assert peak <= after + 2.5 * unit

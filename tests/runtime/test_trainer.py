@@ -61,7 +61,7 @@ def test_data_is_of_the_plans_kind() -> None:
     model = plan.model.model_copy(update={"inputs": (*plan.model.inputs, *extra)})
     batch = next(synthetic_batches(plan.model_copy(update={"model": model})))
     assert batch["input_ids"].shape == (6, SEQ_LEN)
-    assert 0 <= batch["input_ids"].min() and batch["input_ids"].max() < VOCABULARY
+    assert batch["input_ids"].min() >= 0 and batch["input_ids"].max() < VOCABULARY
     assert torch.equal(batch["labels"], batch["input_ids"])
     assert (batch["pixels"].shape, batch["pixels"].dtype) == ((3, 6, 4), torch.bfloat16)
     assert set(batch["classes"].tolist()) <= {0, 1, 2}
@@ -70,8 +70,8 @@ def test_data_is_of_the_plans_kind() -> None:
 
 
 def test_a_model_learns_from_the_data() -> None:
-    """The loss of 60 steps falls well below what knowing the vocabulary alone gives."""
-    losses = single_process_losses(meta_model("llama"), hand_made_plan(MODELS["llama"]()), steps=60, lr=0.1)
+    """The loss of 25 steps falls well below what knowing the vocabulary alone gives."""
+    losses = single_process_losses(meta_model("llama"), hand_made_plan(MODELS["llama"]()), steps=25, lr=0.05)
     assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert losses[-1] < losses[0] - 0.3
 

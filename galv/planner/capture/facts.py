@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from galv.planner.capture.attention import DeviceKind, fused_attention
+from galv.planner.capture.attention import DeviceKind
+from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
-from galv.planner.capture.known_values import KnownValues
 from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.skeleton import detached, differentiable
@@ -36,7 +35,7 @@ def block_facts(
     trace = recorder.trace = Trace()
     trace.expect((args, kwargs), activation)
     names = [(name, module) for name, module in block.named_modules() if name]
-    with torch.enable_grad(), KnownValues(), fused_attention(device):
+    with meta_as(device):
         local = emulation.installed() if emulation else nullcontext()
         with local, recorder.naming(names), recorder.forward():
             outputs = differentiable(block(*args, **kwargs))

@@ -21,7 +21,8 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ModelError(
-            "models from Hugging Face configurations need the transformers package: pip install 'galv[transformers]'"
+            "models from Hugging Face configurations need the transformers package, which cannot be imported "
+            f"({error}): pip install 'galv[transformers]'"
         ) from error
     return transformers
 

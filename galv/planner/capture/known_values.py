@@ -1,12 +1,13 @@
 """Lets a forward on the meta device ask for values that do not depend on data.
 
 Models look at tensors of their own making: whether position ids are consecutive, how long a mask is. On the meta
-device such a question has no answer, so integer and boolean tensors that are computed from nothing but constants are
-computed on the CPU as well, and their values handed out when asked for. What depends on data stays unknown.
+device such a question has no answer, so small tensors that are computed from nothing but constants are computed on the
+CPU as well, and their values handed out when asked for. What depends on data, weights or chance stays unknown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from galv.planner.capture.operators import tensors_in
 
-MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 20
 """Larger tensors (attention masks) are not followed."""
 
 
 class KnownValues(TorchDispatchMode):
     """Answers `.item()`, `bool()` and the like for meta tensors whose value is known."""
 
-    def __init__(self, known: dict[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, known: Mapping[Tensor, Tensor] | None = None) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()
         for tensor, value in (known or {}).items():
@@ -34,7 +35,7 @@ class KnownValues(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
             return self._values[args[0]].item()
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not out.is_floating_point() and out.numel() <= MAX_ELEMENTS and out.is_meta:
+        if isinstance(out, Tensor) and out.is_meta and out.numel() <= MAX_ELEMENTS:
             self._follow(func, args, kwargs, out)
         return out
 

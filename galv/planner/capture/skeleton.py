@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from galv.errors import ModelError
-from galv.planner.capture.attention import DeviceKind, fused_attention
+from galv.planner.capture.attention import DeviceKind
+from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
-from galv.planner.capture.known_values import KnownValues
 from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.trace import Recorder, Trace
@@ -94,7 +94,7 @@ class Skeleton:
         run = _Run(self, recorder)
         run.result.stretches[0].expect(dict(inputs))
         values = {inputs[name]: value for name, value in (known or {}).items()}
-        with torch.enable_grad(), KnownValues(values), fused_attention(self.device):
+        with meta_as(self.device, values):
             local = emulation.installed() if emulation else nullcontext()
             with run.stubs(), local, run.watching(), recorder.forward():
                 results = differentiable(_call(self.model, inputs, recorder))

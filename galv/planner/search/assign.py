@@ -6,8 +6,8 @@
 with t the option's busy seconds in a step, h the bytes it holds (state, and activations of every microbatch in
 flight) and w its working bytes. Two facts make it small:
 
-* Units of one class are interchangeable, so only *how many* units take each option matters. `_repeated` builds the
-  Pareto frontier (bytes, seconds) of n equal units by doubling: frontier(2n) = frontier(n) + frontier(n).
+* Units of one class are interchangeable, so only *how many* units take each option matters. `_Repeated` builds the
+  Pareto frontier (bytes, seconds) of n equal units: frontier(n) = frontier(n - 1) + the options.
 * The maximum over w takes one of few values. For each value W the options with w <= W are a plain knapsack with
   budget - W; the best of these is the optimum, since the true optimum appears at its own W.
 
@@ -74,19 +74,17 @@ def _constrained(
     num_microbatches: int,
     usable_bytes: float,
 ) -> StageChoice | None:
-    best: tuple[float, StageChoice] | None = None
+    best: StageChoice | None = None
     for limit in _working_limits(counts, options):
-        frontier = _stage_frontier(counts, options, limit, in_flight, num_microbatches)
-        if frontier is None:
+        allowed = _allowed(counts, options, limit)
+        parts = [_frontier(allowed[name], n, in_flight, num_microbatches) for name, n in counts]
+        uses = _best_uses(parts, usable_bytes - limit)
+        if uses is None:
             continue
-        fits = np.flatnonzero(frontier.held_bytes <= usable_bytes - limit)
-        if len(fits) == 0:
-            continue
-        point = fits[np.argmin(frontier.seconds[fits])]
-        if best is None or frontier.seconds[point] < best[0]:
-            choice = _choice(counts, _allowed(counts, options, limit), frontier.uses[point], in_flight)
-            best = (float(frontier.seconds[point]), choice)
-    return best[1] if best else None
+        choice = _choice(counts, allowed, uses, in_flight)
+        if best is None or choice.busy.total(num_microbatches) < best.busy.total(num_microbatches):
+            best = choice
+    return best
 
 
 def smallest_bytes(counts: Counts, options: Mapping[str, Sequence[Option]], *, in_flight: int) -> float:
@@ -110,32 +108,50 @@ def _allowed(counts: Counts, options: Mapping[str, Sequence[Option]], limit: flo
     return {name: [o for o in options[name] if o.working_bytes <= limit] for name, _ in counts}
 
 
-def _stage_frontier(
-    counts: Counts, options: Mapping[str, Sequence[Option]], limit: float, in_flight: int, num_microbatches: int
-) -> Frontier | None:
-    total: Frontier | None = None
-    for name, number in counts:
-        points = tuple(
-            (option.held_bytes(in_flight), option.seconds(num_microbatches))
-            for option in options[name]
-            if option.working_bytes <= limit
-        )
-        if not points:
-            return None
-        part = _repeated(points, number)
-        total = part if total is None else _sum(total, part)
-    return total
+def _frontier(options: Sequence[Option], number: int, in_flight: int, num_microbatches: int) -> Frontier:
+    points = tuple((option.held_bytes(in_flight), option.seconds(num_microbatches)) for option in options)
+    return _repeated(points)(number)
 
 
-@lru_cache(maxsize=4096)
-def _repeated(points: tuple[tuple[float, float], ...], number: int) -> Frontier:
-    """The frontier of `number` units that each take one of `points` (bytes, seconds)."""
-    if number == 1:
+def _best_uses(parts: Sequence[Frontier], available_bytes: float) -> list[np.ndarray] | None:
+    """How often each class uses each option in the fastest combination within `available_bytes`; None when none is.
+
+    The frontiers of all classes but the largest are summed; for each point of the sum, the largest frontier's fastest
+    point that still fits is found by bisection.
+    """
+    largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+    order = [i for i in range(len(parts)) if i != largest]
+    rest = _EMPTY
+    for i in order:
+        rest = _side_by_side(rest, parts[i])
+    main = parts[largest]
+    fitting = np.searchsorted(main.held_bytes, available_bytes - rest.held_bytes, side="right") - 1
+    seconds = np.where(fitting >= 0, rest.seconds + main.seconds[fitting], np.inf)
+    point = int(np.argmin(seconds))
+    if not np.isfinite(seconds[point]):
+        return None
+    own = np.split(rest.uses[point], np.cumsum([parts[i].uses.shape[1] for i in order])[:-1]) if order else []
+    uses = dict(zip(order, own, strict=True)) | {largest: main.uses[fitting[point]]}
+    return [uses[i] for i in range(len(parts))]
+
+
+_EMPTY = Frontier(np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64))
+
+
+class _Repeated:
+    """Frontiers of 1, 2, 3, ... units that each take one of `points` (bytes, seconds), built as they are asked for."""
+
+    def __init__(self, points: tuple[tuple[float, float], ...]) -> None:
         held, seconds = np.array(points).T
-        return _pruned(held, seconds, np.eye(len(points), dtype=np.int64))
-    half = _repeated(points, number // 2)
-    doubled = _added(half, half)
-    return doubled if number % 2 == 0 else _added(doubled, _repeated(points, 1))
+        self.found = [_pruned(held, seconds, np.eye(len(points), dtype=np.int64))]
+
+    def __call__(self, number: int) -> Frontier:
+        while len(self.found) < number:
+            self.found.append(_added(self.found[-1], self.found[0]))
+        return self.found[number - 1]
+
+
+_repeated = lru_cache(maxsize=1024)(_Repeated)
 
 
 def _added(a: Frontier, b: Frontier) -> Frontier:
@@ -146,7 +162,7 @@ def _added(a: Frontier, b: Frontier) -> Frontier:
     return _pruned(held, seconds, uses)
 
 
-def _sum(a: Frontier, b: Frontier) -> Frontier:
+def _side_by_side(a: Frontier, b: Frontier) -> Frontier:
     """Frontier of running both, over options side by side."""
     left = Frontier(a.held_bytes, a.seconds, np.pad(a.uses, ((0, 0), (0, b.uses.shape[1]))))
     right = Frontier(b.held_bytes, b.seconds, np.pad(b.uses, ((0, 0), (a.uses.shape[1], 0))))
@@ -161,13 +177,14 @@ def _pruned(held: np.ndarray, seconds: np.ndarray, uses: np.ndarray) -> Frontier
     return Frontier(held[keep], seconds[keep], uses[keep])
 
 
-def _choice(counts: Counts, allowed: Mapping[str, list[Option]], uses: np.ndarray, in_flight: int) -> StageChoice:
-    picks, offset = [], 0
-    for name, _ in counts:
-        own = uses[offset : offset + len(allowed[name])]
-        offset += len(allowed[name])
-        picks.append((name, tuple((o, int(n)) for o, n in zip(allowed[name], own, strict=True) if n)))
-    return stage_choice(tuple(picks), in_flight)
+def _choice(
+    counts: Counts, allowed: Mapping[str, list[Option]], uses: Sequence[np.ndarray], in_flight: int
+) -> StageChoice:
+    picks = tuple(
+        (name, tuple((o, int(n)) for o, n in zip(allowed[name], own, strict=True) if n))
+        for (name, _), own in zip(counts, uses, strict=True)
+    )
+    return stage_choice(picks, in_flight)
 
 
 def stage_choice(picks: tuple[tuple[str, tuple[tuple[Option, int], ...]], ...], in_flight: int) -> StageChoice:

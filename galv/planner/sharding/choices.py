@@ -153,9 +153,13 @@ class _Maker:
                     yield Choice((source,), target, self._change_seconds(node, source, target), rank)
 
     def _may_cut(self, node: Node, dim: int) -> bool:
-        """Whether a border may cut a value there. Samples are never divided, a sequence only if that was asked for."""
-        rank = len(node.shape)
-        if node.shape[dim] % self.q.degree or (dim == 0 and rank > 1):
+        """Whether a border may cut a value there.
+
+        Samples are never divided, a sequence only if that was asked for, and the unit takes its activation as it comes.
+        """
+        rank, trace = len(node.shape), self.q.trace
+        is_own = node.mark == Border(trace.name, "inputs", trace.call.activation or "")
+        if node.shape[dim] % self.q.degree or (dim == 0 and rank > 1) or is_own:
             return False
         is_sequence = rank == 3 and dim == 1
         return not is_sequence or (self.q.sequence == "megatron" and node.differentiable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from galv.planner.capture.known_values import KnownValues
+from galv.planner.capture.known_values import MAX_ELEMENTS, KnownValues
 
 
 def test_constants_are_known() -> None:
@@ -33,16 +33,16 @@ def test_given_values_are_known() -> None:
         assert bool(mask.all())
 
 
-@pytest.mark.parametrize("kind", ["data", "random", "uninitialized", "float"])
+@pytest.mark.parametrize("kind", ["data", "random", "uninitialized", "large"])
 def test_the_rest_is_unknown(kind: str) -> None:
-    """What depends on data, chance or memory has no value, and neither has what is computed from it."""
+    """What depends on data, chance, memory or a large tensor has no value, and neither has what follows from it."""
     tensor = torch.empty(4, device="meta")
     with KnownValues():
         made = {
             "data": lambda: (tensor > 0).any(),
             "random": lambda: torch.randint(0, 9, (1,), device="meta"),
             "uninitialized": lambda: torch.empty(1, dtype=torch.int64, device="meta"),
-            "float": lambda: torch.ones(1, device="meta"),
+            "large": lambda: torch.ones(MAX_ELEMENTS + 1, device="meta").sum(),
         }[kind]()
         with pytest.raises(RuntimeError, match="meta tensors"):
             (made * torch.ones(1, dtype=torch.int64, device="meta")).item()

@@ -152,10 +152,10 @@ def test_all_work_of_a_chain_is_counted_once() -> None:
         parts = [
             op.name
             for unit in chain.units
-            for op in chain.source.facts(unit.unit_class, None, 2).phase(phase)  # type: ignore[arg-type]
+            for op in chain.source.facts(unit.unit_class, None, 2).phase(phase)
             if op.kind != "view"
         ]
-        single = [op.name for op in whole.source.facts("model", None, 2).phase(phase) if op.kind != "view"]  # type: ignore[arg-type]
+        single = [op.name for op in whole.source.facts("model", None, 2).phase(phase) if op.kind != "view"]
         assert sorted(parts) == sorted(single)
 
 
