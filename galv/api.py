@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from galv.errors import ModelError, UsageError
-from galv.planner.plan import InputSpec, OptimizerName, Plan, Precision, Recompute, ScheduleName, SequenceMode
+from galv.planner.plan import OptimizerName, Plan, Precision, Recompute, ScheduleName, SequenceMode
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
 
 if TYPE_CHECKING:
-    from torch import Tensor, fx, nn
+    from torch import nn
 
     from galv.cost_models.unit import FactsPricer
     from galv.planner.capture.source import ModelSource
@@ -114,9 +114,10 @@ def parallelize(model: nn.Module, plan: Plan, *, device: Any = None, seed: int =
     with real weights keeps them. No rank ever holds more than its shard and one unit. Raises UsageError when the world
     size or the model is not the plan's.
     """
+    from galv.planner.capture.glue import glue_for
     from galv.runtime.parallelize import parallelize as apply
 
-    glue = _glue(model, plan) if plan.pipeline.degree > 1 else None
+    glue = glue_for(model, plan) if plan.pipeline.degree > 1 else None
     return apply(model, plan, glue=glue, device=device, seed=seed, fingerprint=_fingerprint(model, plan))
 
 
@@ -172,27 +173,6 @@ def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
     from galv.planner.graph import UnitRef
 
     return fingerprint_as(model, [UnitRef(unit.name, unit.unit_class, unit.modules) for unit in plan.units()])
-
-
-def _glue(model: nn.Module, plan: Plan) -> fx.GraphModule:
-    """The forward of `model` around the units of `plan`, for one microbatch."""
-    import torch
-
-    from galv.planner.capture.glue import trace_glue
-
-    dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    names = [name for unit in plan.units() for name in unit.modules]
-    inputs = {spec.name: _meta_input(spec, plan.micro_batch) for spec in plan.model.inputs}
-    return trace_glue(model, names, inputs, dtype=dtypes[plan.training.precision])
-
-
-def _meta_input(spec: InputSpec, num_samples: int) -> Tensor:
-    import torch
-
-    shape = list(spec.shape)
-    if spec.batch_dim is not None:
-        shape[spec.batch_dim] = num_samples
-    return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
 def _captured(

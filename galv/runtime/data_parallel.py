@@ -1,7 +1,7 @@
 """How units share their parameters and reduce their gradients over the data axes: ZeRO 0 to 3, unit by unit.
 
-Everything is FSDP2's `fully_shard` over a unit's (dp_replicate, dp_shard) mesh; levels differ in what is done when
-(ZeRO, arXiv 1910.02054):
+Everything is FSDP2's `fully_shard` over a unit's data axes, dp_replicate and dp_shard; levels differ in what is done
+when (ZeRO, arXiv 1910.02054):
 
     zero 3   parameters freed after forward and backward; gradients reduce-scattered every microbatch
     zero 2   parameters gathered once a step; gradients reduce-scattered every microbatch
@@ -91,7 +91,7 @@ def uses_fsdp(plan: Plan) -> bool:
 
 
 def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:
-    """One FSDP group of `modules`, in place; `mesh` is 2-D, (dp_replicate, dp_shard). Apply to inner modules first."""
+    """One FSDP group of `modules`, in place, over their `Meshes.data`. Apply to inner modules first."""
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)

@@ -16,23 +16,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from galv.runtime.optimizer import by_mesh
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    *,
-    copies: Iterable[nn.Parameter] = (),
-    stages: dist.ProcessGroup | None = None,
-    device: torch.device,
-) -> Tensor:
-    """The total 2-norm of the gradients before clipping, a scalar alike on every rank; scales them down in place.
-
-    `copies` are parameters that another stage counts; `stages` is the group of this rank's peers on all stages.
-    """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    total = total_norm(trained, copies=copies, stages=stages, device=device)
-    for group in by_mesh(trained):
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Scales the gradients down in place so that their norm, now `total`, is at most `max_norm`."""
+    for group in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
         clip_grads_with_norm_(group, max_norm, total, foreach=True)
-    return total
 
 
 def total_norm(
@@ -42,7 +29,11 @@ def total_norm(
     stages: dist.ProcessGroup | None = None,
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of all gradients of the model, float32, alike on every rank. Arguments as for `clip_gradients`."""
+    """The 2-norm of all gradients of the model, float32, alike on every rank.
+
+    `parameters` are this rank's, `copies` those of them that another stage counts, and `stages` is the group of this
+    rank's peers on all stages.
+    """
     skipped = {id(parameter) for parameter in copies}
     parts: dict[tuple[tuple[int, ...], ...], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
     for parameter in parameters:

@@ -39,6 +39,11 @@ class Meshes:
             self._meshes[degrees] = init_device_mesh(self._device_type, degrees, mesh_dim_names=AXES)
         return self._meshes[degrees]
 
+    def data(self, strategy: Strategy) -> DeviceMesh:
+        """The data axes of a unit, for `fully_shard`: dp_shard alone, or with dp_replicate where there are replicas."""
+        mesh = self.of(strategy)
+        return mesh["dp_replicate", "dp_shard"] if strategy.dp_replicate > 1 else mesh["dp_shard"]
+
     @property
     def stage_index(self) -> int:
         """Which pipeline rank this is."""

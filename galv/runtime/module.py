@@ -16,8 +16,9 @@ from galv.errors import UsageError
 from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
 from galv.runtime.full_state import full_state
-from galv.runtime.gradients import clip_gradients
+from galv.runtime.gradients import clip_gradients, total_norm
 from galv.runtime.loss import count_targets, loss_of, microbatch_weights, weighted
+from galv.runtime.loss_scale import LossScale
 from galv.runtime.mesh import Meshes
 from galv.runtime.optimizer import OptimizerFactory, build_optimizer
 from galv.runtime.randomness import Randomness
@@ -41,6 +42,8 @@ class Parts:
     called: nn.Module
     """What a forward calls: the model, or DistributedDataParallel around it."""
     randomness: Randomness
+    loss_scale: LossScale | None
+    """Under fp16 only."""
     runner: PipelineRunner | None
 
 
@@ -77,20 +80,35 @@ class ParallelModule(nn.Module):
         `batch` has this rank's samples, see `shard_batch`. Clip, update and zero the gradients afterwards. Raises
         UsageError when the batch is not of the plan's size.
         """
-        microbatches = self._microbatches(self._on_device(batch))
+        batch = self._on_device(batch)
+        microbatches = self._microbatches(batch)
         counts = torch.stack([count_targets(m, shifted=self._parts.shifts_labels) for m in microbatches])
         meshes = self._parts.meshes
         weights = microbatch_weights(counts.to(self.device), meshes.data_group, meshes.data_degree)
-        if self._parts.runner is not None:
-            with self._parts.randomness.active():
-                loss = self._parts.runner.step(self._on_device(batch), weights)
-        else:
-            loss = self._accumulate(microbatches, weights)
+        loss = self._scaled_step(batch, microbatches, weights)
         dist.all_reduce(loss, group=meshes.data_group)
         return loss / meshes.data_degree
 
-    def _accumulate(self, microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
+    def _scaled_step(self, batch: dict[str, Any], microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
+        """`_step`, with half-precision gradients kept in range."""
+        scale = self._parts.loss_scale
+        if scale is None:
+            return self._step(batch, microbatches, weights)
+        scale.check_fresh(self.parameters())
+        loss = self._step(batch, microbatches, weights * scale.value) / scale.value
+        scale.unscale(self.parameters())
+        scale.settle(self.parameters(), self._gradient_norm())
+        return loss
+
+    def _step(self, batch: dict[str, Any], microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
         """The sum of this rank's weighted losses, after forward and backward of every microbatch."""
+        if self._parts.runner is None:
+            return self._accumulate(microbatches, weights)
+        with self._parts.randomness.active():
+            return self._parts.runner.step(batch, weights)
+
+    def _accumulate(self, microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
+        """`_step` without a pipeline: one microbatch after the other."""
         total = torch.zeros((), device=self.device)
         for i, microbatch in enumerate(microbatches):
             self._parts.sync.prepare(last=i == len(microbatches) - 1)
@@ -166,9 +184,14 @@ class ParallelModule(nn.Module):
 
         Use it in place of `torch.nn.utils.clip_grad_norm_`, which sees only one rank's part.
         """
+        total = self._gradient_norm()
+        clip_gradients(self.parameters(), max_norm, total)
+        return total
+
+    def _gradient_norm(self) -> Tensor:
         copies = [p for name, p in self.model.named_parameters() if original_name(name) in self._parts.copies]
         stages = self._parts.meshes.base.get_group("pp") if self.plan.pipeline.degree > 1 else None
-        return clip_gradients(self.parameters(), max_norm, copies=copies, stages=stages, device=self.device)
+        return total_norm(self.parameters(), copies=copies, stages=stages, device=self.device)
 
     # -- weights
 

@@ -15,6 +15,7 @@ from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
 from galv.runtime import data_parallel
 from galv.runtime.data_parallel import GradientSync, Group
 from galv.runtime.loss import shifts_labels
+from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
@@ -168,7 +169,7 @@ def _recompute(here: _Here, unit: Unit) -> None:
 def _shard(here: _Here, group: Group) -> None:
     if not data_parallel.uses_fsdp(here.plan):
         return
-    mesh = here.meshes.of(group.unit.strategy)["dp_replicate", "dp_shard"]
+    mesh = here.meshes.data(group.unit.strategy)
     modules = [here.module(name) for unit in group.units for name in unit.modules]
     here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision), group.zero)
 
@@ -176,7 +177,7 @@ def _shard(here: _Here, group: Group) -> None:
 def _shard_root(here: _Here) -> None:
     is_unit = any("" in unit.modules for unit in here.units)
     if data_parallel.uses_fsdp(here.plan) and not is_unit:
-        fully_shard(here.stage, mesh=here.meshes.of(here.units[0].strategy)["dp_replicate", "dp_shard"])
+        fully_shard(here.stage, mesh=here.meshes.data(here.units[0].strategy))
 
 
 def _convert_borders(here: _Here) -> None:
@@ -216,6 +217,7 @@ def _finished(model: nn.Module, here: _Here, seed: int) -> ParallelModule:
         shifts_labels=shifts_labels(model),
         called=called,
         randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
+        loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
         runner=_runner(here),
     )
     return ParallelModule(here.stage, parts)

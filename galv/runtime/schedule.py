@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -118,8 +119,11 @@ class _Stage(PipelineStage):
         self._module, self._before_backward = stage, before_backward
         self._forward_received: dict[int, tuple[Tensor, ...]] = {}
         self._backward_received: dict[int, tuple[Tensor, ...]] = {}
-        self._in_flight: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        """Inputs and outputs of microbatches that wait for their backward."""
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        """Until they are sent."""
+        self._in_flight: dict[int, tuple[tuple[Tensor, ...], tuple[GradientEdge, ...]]] = {}
+        """What microbatches that wait for their backward received, and where backward starts: the outputs themselves
+        need not be kept."""
         self._input_gradients: dict[int, tuple[Tensor, ...]] = {}
 
     # -- communication
@@ -131,8 +135,7 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of a microbatch's outputs."""
-        _, outputs = self._in_flight[fwd_chunk_id]
-        sent = [] if self.is_last else [output.detach().contiguous() for output in outputs]
+        sent = [output.detach().contiguous() for output in self._outputs.pop(fwd_chunk_id)]
         return self._operations(dist.isend, sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -164,21 +167,23 @@ class _Stage(PipelineStage):
         for crossing, tensor in zip(self._module.crossings_in, received, strict=True):
             tensor.requires_grad_(crossing.needs_grad)
         output = self._module(*received, **(kwargs or {}))
-        self._in_flight[fwd_chunk_id] = (received, () if self.is_last else output)
+        self._outputs[fwd_chunk_id] = () if self.is_last else output
+        pairs = zip(self._outputs[fwd_chunk_id], self._module.crossings_out, strict=True)
+        edges = tuple(get_gradient_edge(tensor) for tensor, crossing in pairs if crossing.needs_grad)
+        self._in_flight[fwd_chunk_id] = (received, edges)
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Accumulates a microbatch's gradients."""
-        received, outputs = self._in_flight.pop(bwd_chunk_id)
-        gradients: tuple[Tensor, ...] | None = self._backward_received.pop(bwd_chunk_id)
-        if self.is_last:
-            outputs, gradients = (loss,), None
-        else:
-            outputs = tuple(o for o, c in zip(outputs, self._module.crossings_out, strict=True) if c.needs_grad)
+        received, edges = self._in_flight.pop(bwd_chunk_id)
+        gradients = self._backward_received.pop(bwd_chunk_id)
         self._before_backward(last_backward)
-        torch.autograd.backward(outputs, gradients)
+        if self.is_last:
+            loss.backward()
+        elif edges:
+            torch.autograd.backward(edges, gradients)
         wanted = [tensor for tensor in received if tensor.requires_grad]
         self._input_gradients[bwd_chunk_id] = tuple(_gradient(tensor) for tensor in wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -249,6 +250,22 @@ def accumulate_twice() -> list[bool]:
 def test_gradients_accumulate_over_steps(pool: Pool) -> None:
     """Gradients of two steps add up; the sum over copies of a tied weight is not summed again."""
     assert all(all(stage) for stage in pool.run(accumulate_twice, 2))
+
+
+def train_behind_a_frozen_stage() -> list[tuple[str, Tensor | None]]:
+    """Gradients of one step whose embedding, all of the first stage, is frozen."""
+    model = MODELS["llama"]()
+    model.get_input_embeddings().requires_grad_(False)
+    plan = hand_made_plan(model, stages=(1, 2, 2), schedule="1f1b", num_microbatches=4, global_batch=4)
+    stage = stages_of(model, plan)[dist.get_rank()]
+    PipelineRunner(stage, plan, dist.group.WORLD, CPU).step(random_batch(4, 0), torch.full((4,), 0.25))
+    return [(name, parameter.grad) for name, parameter in stage.named_parameters()]
+
+
+def test_a_frozen_stage_has_no_backward(pool: Pool) -> None:
+    """Where nothing trains no gradient is sent or awaited, and the stages behind it train."""
+    gradients = dict(itertools.chain(*pool.run(train_behind_a_frozen_stage, 3)))
+    assert [name for name, gradient in gradients.items() if gradient is None] == ["model.embed_tokens.weight"]
 
 
 def refuse_bad_batches_on_the_last_stage() -> list[str]:

@@ -135,16 +135,20 @@ class _Tracer(TorchDispatchMode):
         flows = func is not torch.ops.aten.detach.default
         return self._track_tree(node, output, grad=flows and any(s.meta["grad"] for s in node.all_input_nodes))
 
-    def leaf(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `forward` returns for meta tensors, recorded as one call of the module `name`."""
+    def leaf(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, *, trains: bool) -> Any:
+        """What `forward` returns for meta tensors, recorded as one call of the module `name`.
+
+        `trains`: whether the module has parameters with gradients.
+        """
         if self._paused:
             return forward(*args, **kwargs)
         node_args, node_kwargs = self._as_nodes((args, kwargs))
+        node = self.graph.call_module(name, node_args, node_kwargs)
+        grad = torch.is_grad_enabled() and (trains or any(source.meta["grad"] for source in node.all_input_nodes))
         with self._pause(), torch.no_grad():
             output = forward(*args, **kwargs)
-            output = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), output)
-        node = self.graph.call_module(name, node_args, node_kwargs)
-        return self._track_tree(node, output, grad=True)
+            output = pytree.tree_map_only(Tensor, functools.partial(_fresh, grad=grad), output)
+        return self._track_tree(node, output, grad=grad)
 
     # -- nodes of values
 
@@ -251,6 +255,11 @@ class _Tracer(TorchDispatchMode):
             return function(*args, **kwargs)
 
 
+def _fresh(tensor: Tensor, *, grad: bool) -> Tensor:
+    """The tensor without history, as a leaf that asks for a gradient where one flows."""
+    return tensor.detach().requires_grad_(grad and tensor.is_floating_point())
+
+
 def _on_one_device(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` of its arguments, constants on the CPU moved to the meta device when others are there."""
     if any(isinstance(value, Tensor) and value.device == _META for value in pytree.tree_leaves((args, kwargs))):
@@ -289,17 +298,19 @@ def _stubs(model: nn.Module, leaves: Sequence[str], tracer: _Tracer) -> Iterator
     modules = {name: model.get_submodule(name) for name in leaves}
     try:
         for name, module in modules.items():
-            module.forward = _stub(tracer, name, module.forward)
+            module.forward = _stub(tracer, name, module)
         yield
     finally:
         for module in modules.values():
             module.__dict__.pop("forward", None)
 
 
-def _stub(tracer: _Tracer, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _stub(tracer: _Tracer, name: str, module: nn.Module) -> Callable[..., Any]:
+    forward, trains = module.forward, any(parameter.requires_grad for parameter in module.parameters())
+
     @functools.wraps(forward)
     def stub(*args: Any, **kwargs: Any) -> Any:
-        return tracer.leaf(name, forward, args, kwargs)
+        return tracer.leaf(name, forward, args, kwargs, trains=trains)
 
     return stub
 

@@ -8,6 +8,7 @@ CPU as well, and their values handed out when asked for. What depends on data, w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,5 +59,6 @@ class KnownValues(TorchDispatchMode):
         return value
 
 
+@cache
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func)

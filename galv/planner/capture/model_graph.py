@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from galv.errors import ModelError
 from galv.planner.capture.attention import DeviceKind
@@ -23,7 +22,7 @@ from galv.planner.capture.fingerprint import fingerprint_as as fingerprint_as
 from galv.planner.capture.fingerprint import tied_parameters, unit_parameters
 from galv.planner.capture.inputs import check_inputs, input_specs
 from galv.planner.capture.operators import storage_key
-from galv.planner.capture.skeleton import Named, Skeleton, SkeletonRun, signature
+from galv.planner.capture.skeleton import Named, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.traced import FEW, ClassPlace, TracedFacts, model_inputs
 from galv.planner.capture.units import (
@@ -136,9 +135,8 @@ class _Chain:
 
     def _class_keys(self, stretches: Sequence[tuple[int, ...]]) -> list[Hashable]:
         """What blocks of one class have in common: structure, settings, how they are called, what follows them."""
-        calls, kinds = self.run.calls, self.skeleton.kinds
-        called = [(kinds[call.name], call.activation, signature(call.args, call.kwargs)) for call in calls]
-        numbers = _telling_numbers(called, [tree_flatten((call.args, call.kwargs))[0] for call in calls])
+        called = [(call.kind, call.activation) for call in self.run.calls]
+        numbers = _telling_numbers(called, [call.numbers for call in self.run.calls])
         own = [(key, number) for key, number in zip(called, numbers, strict=True)]
         around = [tuple(self._work(stretch, i) for stretch in mine) for i, mine in enumerate(stretches)]
         alike = next((i for i in range(len(own) - 1) if own[i] == own[-1]), None)
@@ -165,15 +163,14 @@ def _kinds(blocks: Sequence[Named]) -> dict[str, Hashable]:
     return kinds
 
 
-def _telling_numbers(keys: Sequence[Hashable], leaves: Sequence[Sequence[Any]]) -> list[Hashable]:
+def _telling_numbers(keys: Sequence[Hashable], numbers: Sequence[Sequence[float | None]]) -> list[Hashable]:
     """For each call, its number arguments that tell some calls with an equal key from others."""
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
     told: list[Hashable] = [()] * len(keys)
     for members in groups.values():
-        rows = [[leaf if isinstance(leaf, (int, float)) else None for leaf in leaves[i]] for i in members]
-        columns = list(zip(*rows, strict=True))
+        columns = list(zip(*(numbers[i] for i in members), strict=True))
         for i, values in zip(members, distinguishing(columns, len(members)), strict=True):
             told[i] = values
     return told

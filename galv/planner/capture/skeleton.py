@@ -41,6 +41,10 @@ class BlockCall:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    kind: Hashable
+    """Equal for calls that do the same work: same kind of block, same shapes, flags and arguments given."""
+    numbers: tuple[float | None, ...]
+    """The arguments that are numbers, None for each other leaf of the arguments."""
     activation: str | None = None
     """The argument that depends on the block before; for the first block the same one as for the second."""
     output_bytes: int = 0
@@ -84,20 +88,25 @@ class Skeleton:
         inputs: Mapping[str, Tensor],
         known: Mapping[str, Tensor] | None = None,
         emulate: Callable[[Recorder], Emulation] | None = None,
+        *,
+        stops_at_block: bool = False,
     ) -> SkeletonRun:
         """One run, forward and backward. Raises ModelError when the model's forward fails.
 
-        `known` are values of some inputs, `emulate` makes some modules around the blocks compute on local tensors.
+        `known` are values of some inputs, `emulate` makes some modules around the blocks compute on local tensors. With
+        `stops_at_block` only what lies before the first block is run.
         """
         recorder = Recorder(list(self.model.parameters()))
         emulation = emulate(recorder) if emulate else None
-        run = _Run(self, recorder)
+        run = _Run(self, recorder, stops_at_block)
         run.result.stretches[0].expect(dict(inputs))
         values = {inputs[name]: value for name, value in (known or {}).items()}
         with meta_as(self.device, values):
             local = emulation.installed() if emulation else nullcontext()
             with run.stubs(), local, run.watching(), recorder.forward():
                 results = differentiable(_call(self.model, inputs, recorder))
+            if run.stopped:
+                results = run.ends.pop()
             parameters = self._parameters()
             run.backward(results, emulation.parameters(parameters) if emulation else parameters)
         return run.result
@@ -111,8 +120,11 @@ class Skeleton:
 class _Run:
     """The state of one run."""
 
-    def __init__(self, skeleton: Skeleton, recorder: Recorder) -> None:
-        self.skeleton, self.recorder = skeleton, recorder
+    def __init__(self, skeleton: Skeleton, recorder: Recorder, stops_at_block: bool) -> None:
+        self.skeleton, self.recorder, self.stops_at_block = skeleton, recorder, stops_at_block
+        self.stopped = False
+        self.recorded: dict[Hashable, BlockCall] = {}
+        """One call of each kind: others are given the same tensors."""
         self.result = SkeletonRun([Trace()])
         self.latest: list[Tensor] = []
         """Differentiable outputs of the latest stub."""
@@ -145,9 +157,12 @@ class _Run:
     def _stub(self, name: str, block: nn.Module) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.recorder.trace = None
-            call = BlockCall(name, detached(args), detached(kwargs))
+            call = self._recorded(name, args, kwargs)
             self._enter(call, args, kwargs)
             self.result.calls.append(call)
+            if self.stops_at_block:
+                self.stopped = True
+                raise _Stopped
             output = fresh(self._example(block, call))
             self.latest = differentiable(output)
             call.output_bytes = sum(t.numel() * t.element_size() for t in self.latest[:1])
@@ -159,6 +174,17 @@ class _Run:
             return output
 
         return forward
+
+    def _recorded(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        leaves, spec = tree_flatten((args, kwargs))
+        numbers = tuple(leaf if isinstance(leaf, (int, float)) else None for leaf in leaves)
+        kind = (self.skeleton.kinds.get(name, name), str(spec), tuple(map(_leaf, leaves)))
+        same = self.recorded.get((kind, numbers))
+        if same is not None:
+            return BlockCall(name, same.args, same.kwargs, kind, numbers)
+        call = BlockCall(name, detached(args), detached(kwargs), kind, numbers)
+        self.recorded[kind, numbers] = call
+        return call
 
     def _enter(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes where backward leaves the block, and which argument comes from the block before."""
@@ -180,16 +206,14 @@ class _Run:
 
     def _example(self, block: nn.Module, call: BlockCall) -> Any:
         """The block's output for such a call, shapes only."""
-        kind = self.skeleton.kinds.get(call.name, call.name)
-        key = (kind, signature(call.args, call.kwargs))
-        if key not in self.skeleton.outputs:
+        if call.kind not in self.skeleton.outputs:
             own = block.__dict__.pop("forward")
             saved, self.recorder.modules = self.recorder.modules, []
             try:
-                self.skeleton.outputs[key] = detached(own_forward(block)(*call.args, **call.kwargs))
+                self.skeleton.outputs[call.kind] = detached(own_forward(block)(*call.args, **call.kwargs))
             finally:
                 block.__dict__["forward"], self.recorder.modules = own, saved
-        return self.skeleton.outputs[key]
+        return self.skeleton.outputs[call.kind]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -228,6 +252,10 @@ class _Run:
             first.activation = second.activation if second.activation in first.arguments else None
 
 
+class _Stopped(Exception):
+    """Leaves a forward at its first block."""
+
+
 # ----------------------------------------------------------------------------------------------- helpers
 
 
@@ -247,6 +275,8 @@ def _around(skeleton: Skeleton) -> list[Named]:
 def _call(model: nn.Module, inputs: Mapping[str, Tensor], recorder: Recorder) -> Any:
     try:
         return model(**inputs)
+    except _Stopped:
+        return None
     except ModelError:
         raise
     except Exception as error:
@@ -300,12 +330,6 @@ def differentiable(output: Any) -> list[Tensor]:
         return [loss]
     leaves = tree_flatten(output)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What must be equal in two calls for the same work to be done: shapes, flags, which arguments are given."""
-    leaves, spec = tree_flatten((args, kwargs))
-    return (str(spec), tuple(map(_leaf, leaves)))
 
 
 def _leaf(value: Any) -> Hashable:

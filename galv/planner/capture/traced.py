@@ -6,18 +6,18 @@ size asked for is traced itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from galv.planner.capture.emulate import Emulation
-from galv.planner.capture.facts import block_facts, extended, facts_of, joined
+from galv.planner.capture.facts import block_facts, extended, facts_of, joined, size_bytes
 from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
-from galv.planner.capture.trace import Recorder
+from galv.planner.capture.trace import Recorder, Trace
 from galv.planner.graph import Exclusion, UnitFacts
 from galv.planner.plan import SequenceMode, TensorParallelLayout, absolute_name
 
@@ -107,9 +107,15 @@ class TracedFacts:
             self._runs[num_samples] = self._run(num_samples)
         return self._runs[num_samples]
 
-    def _run(self, num_samples: int, emulate: Callable[[Recorder], Emulation] | None = None) -> SkeletonRun:
+    def _run(
+        self,
+        num_samples: int,
+        emulate: Callable[[Recorder], Emulation] | None = None,
+        *,
+        stops_at_block: bool = False,
+    ) -> SkeletonRun:
         inputs, known = model_inputs(self.source, num_samples, self.dtype)
-        return self.skeleton.run(inputs, known, emulate)
+        return self.skeleton.run(inputs, known, emulate, stops_at_block=stops_at_block)
 
     def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
         if microbatch in (1, FEW, MANY):
@@ -128,15 +134,24 @@ class TracedFacts:
     def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
         run, block = self.run(num_samples), place.block
         if block is None:
-            if layout is not None:
-                run = self._run(num_samples, lambda recorder: self._emulation(place, layout, recorder))
-            return joined([_stretch_facts(run, stretch, place) for stretch in place.stretches])
+            (stretch,) = place.stretches
+            local = run if layout is None else self._local_run(place, layout, num_samples)
+            return _stretch_facts(local.stretches[stretch], run.calls, stretch)
         call = run.calls[block]
         module = self.skeleton.model.get_submodule(call.name)
         own = block_facts(module, _module_call(call), self.skeleton.device, layout)
-        before = [_stretch_facts(run, stretch, place) for stretch in place.stretches if stretch <= block]
-        after = [_stretch_facts(run, stretch, place) for stretch in place.stretches if stretch > block]
+        around = {stretch: _stretch_facts(run.stretches[stretch], run.calls, stretch) for stretch in place.stretches}
+        before = [facts for stretch, facts in around.items() if stretch <= block]
+        after = [facts for stretch, facts in around.items() if stretch > block]
         return joined([*before, own, *after])
+
+    def _local_run(self, place: ClassPlace, layout: TensorParallelLayout, num_samples: int) -> SkeletonRun:
+        """A run in which one rank's part of the modules around the blocks computes."""
+
+        def emulate(recorder: Recorder) -> Emulation:
+            return self._emulation(place, layout, recorder)
+
+        return self._run(num_samples, emulate, stops_at_block=place.stretches == (0,))
 
     def _emulation(self, place: ClassPlace, layout: TensorParallelLayout, recorder: Recorder) -> Emulation:
         def module_named(relative: str) -> nn.Module:
@@ -172,10 +187,8 @@ def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
     return layout.model_dump_json(exclude={"sequence"} if place.block is None else None)
 
 
-def _stretch_facts(run: SkeletonRun, stretch: int, place: ClassPlace) -> UnitFacts:
-    given = run.calls[stretch - 1].output_bytes if stretch else 0
-    passed = 0
-    if stretch < len(run.calls):
-        call = run.calls[stretch]
-        passed = sum(t.numel() * t.element_size() for t in [_module_call(call).tensor()])
-    return facts_of(run.stretches[stretch], input_bytes=given, output_bytes=passed)
+def _stretch_facts(trace: Trace, calls: Sequence[BlockCall], stretch: int) -> UnitFacts:
+    """The facts of the stretch before block `stretch` of `calls`."""
+    given = calls[stretch - 1].output_bytes if stretch else 0
+    passed = size_bytes(_module_call(calls[stretch]).tensor()) if stretch < len(calls) else 0
+    return facts_of(trace, input_bytes=given, output_bytes=passed)

@@ -10,7 +10,7 @@ from galv.planner.plan import SequenceMode
 from galv.planner.sharding.factors import Factors
 from galv.planner.sharding.operators import factors_of
 from galv.planner.sharding.place import PARTIAL, USED, WHOLE, Place, can_change, divides, moved_share, shard
-from galv.planner.sharding.rules import rules, settled
+from galv.planner.sharding.rules import Rule, rules, settled
 from galv.planner.sharding.trace import Border, Input, Node, OwnParameter, Trace
 
 
@@ -126,14 +126,21 @@ class _Maker:
     def _parameter(self, node: Node) -> Iterator[Choice]:
         own = node.mark
         assert isinstance(own, OwnParameter)
-        shards = [shard(dim, n) for dim in range(len(node.shape)) for n in sorted(self.chunks)]
-        uses = [WHOLE, USED, *([PARTIAL] if len(node.shape) == 1 else []), *(s for s in shards if self._divides(node, s))]
-        if node.index not in self.used and self.reads[own.identity] == 1:
-            uses = [WHOLE]
-        for use in dict.fromkeys(settled(place, node.differentiable) for place in uses):
+        for use in dict.fromkeys(settled(place, node.differentiable) for place in self._uses(node, own)):
             stored = self.q.stored.get(own.identity, use if use.is_sharded else WHOLE)
-            if stored == use or (stored.is_sharded or not use.is_sharded) and can_change(stored, use) and use.chunks == 1:
+            redistributes = use.chunks == 1 and can_change(stored, use) and (stored.is_sharded or not use.is_sharded)
+            if stored == use or redistributes:
                 yield self._stored(node, stored, use)
+
+    def _uses(self, node: Node, own: OwnParameter) -> Iterator[Place]:
+        """How a parameter may be used; one that nothing uses and no other read depends on stays whole."""
+        yield WHOLE
+        if node.index in self.used or self.reads[own.identity] > 1:
+            yield USED
+            if len(node.shape) == 1:
+                yield PARTIAL
+            shards = (shard(dim, n) for dim in range(len(node.shape)) for n in sorted(self.chunks))
+            yield from (place for place in shards if self._divides(node, place))
 
     def _stored(self, node: Node, stored: Place, use: Place) -> Choice:
         rates = self.q.rates
@@ -149,8 +156,13 @@ class _Maker:
         for source in sorted(given):
             yield Choice((source,), source)
             for target in dict.fromkeys(settled(target, node.differentiable) for target in targets):
-                if source != target and source.chunks == 1 and can_change(source, target):
+                if source != target and self._may_change(source, target):
                     yield Choice((source,), target, self._change_seconds(node, source, target), rank)
+
+    def _may_change(self, source: Place, target: Place) -> bool:
+        """Whether a border may do this. Going from one cut, or from a sum, to a cut is what sequence sharding adds."""
+        to_cut = target.is_sharded and source != WHOLE
+        return source.chunks == 1 and can_change(source, target) and not (to_cut and self.q.sequence == "none")
 
     def _may_cut(self, node: Node, dim: int) -> bool:
         """Whether a border may cut a value there.
@@ -181,29 +193,23 @@ class _Maker:
     # -- operators
 
     def _operator(self, node: Node, given: list[set[Place]]) -> Iterator[Choice]:
-        nodes, factors = self.q.trace.nodes, self.factors[node.index]
-        if factors.is_uniform:
-            places = [WHOLE, *(shard(dim) for dim in range(len(node.shape)) if self._divides(node, shard(dim)))]
-            yield from (Choice((), p, self._work_seconds(node, factors, (), p, False)) for p in places if p == WHOLE or node.index not in self.q.whole)
-            return
-        grads = [nodes[i].differentiable for i in node.inputs]
+        factors = self.factors[node.index]
+        grads = [self.q.trace.nodes[i].differentiable for i in node.inputs]
         for rule in rules(factors, given, grads, node.differentiable, self.q.degree):
-            choice = Choice(rule.inputs, rule.output, self._work_seconds(node, factors, rule.inputs, rule.output, rule.is_cut))
+            choice = Choice(rule.inputs, rule.output, self._work_seconds(node, factors, rule))
             if not (choice.is_sharded and node.index in self.q.whole):
                 yield choice
 
-    def _work_seconds(
-        self, node: Node, factors: Factors, inputs: tuple[Place, ...], output: Place, is_cut: bool
-    ) -> float:
+    def _work_seconds(self, node: Node, factors: Factors, rule: Rule) -> float:
         """Forward, and twice as much backward where gradients flow."""
         if factors.is_view:
             return 0.0
         degree, rates = self.q.degree, self.q.rates
-        tensors = [(self.q.trace.nodes[i], place) for i, place in zip(node.inputs, inputs, strict=True)]
-        moved = sum(x.num_bytes / (degree if place.is_sharded else 1) for x, place in (*tensors, (node, output)))
+        tensors = [(self.q.trace.nodes[i], place) for i, place in zip(node.inputs, rule.inputs, strict=True)]
+        moved = sum(x.num_bytes / (degree if place.is_sharded else 1) for x, place in (*tensors, (node, rule.output)))
         seconds = moved / rates.memory_bytes_per_second
         if factors.is_product:
-            seconds += _flops(factors) / (degree if is_cut else 1) / rates.flops_per_second
+            seconds += _flops(factors) / (degree if rule.is_cut else 1) / rates.flops_per_second
         return seconds * (3 if node.differentiable else 1)
 
 

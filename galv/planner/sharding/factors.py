@@ -25,7 +25,7 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Factors:
-    """The correspondence for one operator, whose tensors are its inputs in the order of the arguments and its output."""
+    """The correspondence for one operator. Tensors are its inputs, in the order of the arguments, and its output."""
 
     sizes: tuple[int, ...]
     """Of each factor."""

@@ -70,7 +70,10 @@ def solve(nodes: Sequence[Node], choices: Sequence[Sequence[Choice]]) -> list[Ch
     values = _run(program)
     if values is None:
         return None
-    return [next(c for c, column in zip(k, x, strict=True) if values[column] > 0.5) for k, x in zip(choices, columns, strict=True)]
+    return [
+        next(choice for choice, column in zip(options, own, strict=True) if values[column] > 0.5)
+        for options, own in zip(choices, columns, strict=True)
+    ]
 
 
 def _variables(choices: Sequence[Sequence[Choice]]) -> list[list[int]]:
@@ -99,9 +102,13 @@ def _flow(
     for node in nodes:
         for a, source in enumerate(node.inputs):
             made = _by(choices[source], columns[source], lambda choice: choice.output)
-            taken = _by(choices[node.index], columns[node.index], lambda choice, a=a: choice.inputs[a])
+            taken = _by(choices[node.index], columns[node.index], _input_getter(a))
             for place in {**made, **taken}:
                 program.equal(made.get(place, ()), taken.get(place, ()))
+
+
+def _input_getter(a: int) -> Callable[[Choice], Hashable]:
+    return lambda choice: choice.inputs[a]
 
 
 def _same_hooks(
@@ -152,7 +159,7 @@ def _pairs(nodes: Iterable[Node], key: Callable[[Node], Hashable]) -> Iterator[t
             yield first[key(node)], node.index
 
 
-class _QuietHighs(highspy.Highs):  # type: ignore[misc]  # highspy has no types
+class _QuietHighs(highspy.Highs):
     """HiGHS without the banner that its constructor prints when it sets its callbacks up."""
 
     def enableCallbacks(self) -> None:

@@ -44,17 +44,25 @@ def pointwise(build: Builder, node: fx.Node) -> Factors:
     return build.done(inputs, dims, linear=_pointwise_linear(operator_name(node), len(inputs)))
 
 
+def where(build: Builder, node: fx.Node) -> Factors:
+    """A choice, element by element; with a condition alone it finds positions."""
+    return pointwise(build, node) if len(node.args) == 3 else build.opaque()
+
+
 def _pointwise_linear(name: str, num_tensors: int) -> tuple[frozenset[int], ...]:
-    if name in ("add", "sub"):
+    if name in ("add", "sub", "subtract"):
         return linear_in({0, 1}) if num_tensors == 2 else ()
-    if name == "mul":
+    if name in ("mul", "multiply"):
         return linear_in(*({i} for i in range(num_tensors)))
-    return linear_in({0}) if name in ("div", "neg", *_COPIES) else ()
+    return linear_in({0}) if name in ("div", "divide", "true_divide", "neg", "negative", *_COPIES) else ()
 
 
 _COPIES = ("to", "_to_copy", "contiguous", "clone", "alias", "type_as", "lift_fresh_copy")
-_ALSO_POINTWISE = (
+_UNTAGGED = (
     *_COPIES,
+    *("subtract", "multiply", "divide", "true_divide", "floor_divide", "rsub", "negative", "absolute"),
+    *("less", "less_equal", "greater", "greater_equal", "not_equal", "__and__", "__or__"),
+    *("hardswish", "log_sigmoid"),
     *("detach", "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "masked_fill", "copy"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
 )
@@ -145,8 +153,8 @@ def einsum(build: Builder, node: fx.Node) -> Factors:
     names = terms.split(",")
     if "." in terms or not result or any(len(set(n)) < len(n) for n in names):
         return build.opaque()
-    sizes = {letter: size for n, shape in zip(names, build.inputs, strict=True) for letter, size in zip(n, shape, strict=True)}
-    dims = {letter: build.new(size) for letter, size in sizes.items()}
+    sizes = [pair for n, shape in zip(names, build.inputs, strict=True) for pair in zip(n, shape, strict=True)]
+    dims = {letter: build.new(size) for letter, size in dict(sizes).items()}
     inputs = [tuple(dims[letter] for letter in n) for n in names]
     summed = frozenset(f for letter, dim in dims.items() if letter not in result for f in dim)
     single = linear_in(*({i} for i in range(len(names))))
@@ -179,7 +187,7 @@ def _product(
 
 
 def attention(build: Builder, node: fx.Node) -> Factors:
-    """Fused attention of (..., heads, length, size); query heads come in groups of equal size, one for each key head."""
+    """Fused attention of (..., heads, length, size). Query heads come in equal groups, one for each key head."""
     query, key, value = build.inputs[:3]
     if len(query) < 4 or query[-3] % key[-3]:
         return build.opaque()
@@ -220,7 +228,8 @@ def convolution(build: Builder, node: fx.Node) -> Factors:
 
 
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(_ALSO_POINTWISE, pointwise),
+    **dict.fromkeys(_UNTAGGED, pointwise),
+    "where": where,
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "view_as", "reshape_as"), shapes.view),
     **dict.fromkeys(("flatten", "unflatten", "squeeze", "unsqueeze"), shapes.view),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "movedim", "t", "numpy_T", "mT"), shapes.permute),

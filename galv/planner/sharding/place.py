@@ -99,7 +99,7 @@ def can_change(source: Place, target: Place) -> bool:
 
 
 def moved_share(source: Place, target: Place, degree: int, *, backward: bool) -> float:
-    """The bytes that each rank sends for a change of layout, as a share of the whole tensor's bytes (ring algorithms)."""
+    """The bytes that each rank sends for a change of layout, as a share of the whole tensor's (ring algorithms)."""
     if source == target:
         return 0.0
     collective = (_BACKWARD if backward else _FORWARD)[source.kind, target.kind]

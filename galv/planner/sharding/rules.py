@@ -1,11 +1,12 @@
 """Which placements an operator can compute with, forward and backward, without moving anything between ranks.
 
-From the correspondence of dims (`factors`) three kinds of choice follow, each sound for the gradients too:
+From the correspondence of dims (`factors`) these kinds of choice follow, each sound for the gradients too:
 
 * whole: every tensor R, or every tensor R+. The backward of any operator is linear in the gradient of its output, so
   from a summand of that gradient come summands of the inputs' gradients.
 * cut: one factor is divided. Tensors in which it stands are S; other inputs are R+, because each rank uses them for its
   own share of the work; the output is P where the factor is summed over, and then what is added once is P as well.
+* made: a tensor made from nothing, with one value everywhere, is cut along any dim.
 * summands: P passes through an operator that is linear in it. Every rank meets the whole gradient of the output, so
   the gradient of a P input is whole as well, while other inputs see one summand of the work each: R+.
 
@@ -40,7 +41,7 @@ def rules(
 ) -> list[Rule]:
     """The ways to compute an operator whose inputs can be had as `given`; the flags say where gradients flow."""
     found: dict[Rule, None] = {}
-    for rule in (*_whole(factors), *_summands(factors), *_cuts(factors, given, degree)):
+    for rule in (*_whole(factors), *_made(factors, degree), *_summands(factors), *_cuts(factors, given, degree)):
         inputs = tuple(settled(place, grad) for place, grad in zip(rule.inputs, input_grads, strict=True))
         if all(place in places for place, places in zip(inputs, given, strict=True)):
             found[Rule(inputs, settled(rule.output, output_grad), rule.is_cut)] = None
@@ -50,6 +51,12 @@ def rules(
 def _whole(factors: Factors) -> Iterator[Rule]:
     for place in (WHOLE, USED):
         yield Rule((place,) * len(factors.inputs), place)
+
+
+def _made(factors: Factors, degree: int) -> Iterator[Rule]:
+    for dim, composed in enumerate(factors.output if factors.is_uniform else ()):
+        if composed and factors.sizes[composed[0]] % degree == 0:
+            yield Rule((), shard(dim), is_cut=True)
 
 
 def _summands(factors: Factors) -> Iterator[Rule]:

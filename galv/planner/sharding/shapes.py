@@ -66,11 +66,13 @@ def _order(node: fx.Node, rank: int) -> list[int]:
     if name == "permute":
         return positions(argument(node, 1, "dims"), rank)
     if name == "movedim":
-        return _moved(positions(argument(node, 1, "source"), rank), positions(argument(node, 2, "destination"), rank), rank)
+        source, destination = argument(node, 1, "source"), argument(node, 2, "destination")
+        return _moved(positions(source, rank), positions(destination, rank), rank)
     order = list(range(rank))
     if name in ("t", "numpy_T"):
         return order[::-1]
-    first, second = (rank - 2, rank - 1) if name == "mT" else (node.args[1] % rank, node.args[2] % rank)
+    swapped = (-2, -1) if name == "mT" else (argument(node, 1, "dim0"), argument(node, 2, "dim1"))
+    first, second = positions(swapped, rank)
     order[first], order[second] = order[second], order[first]
     return order
 
@@ -89,10 +91,11 @@ def expand(build: Builder, node: fx.Node) -> Factors:
 
 def repeat_interleave(build: Builder, node: fx.Node) -> Factors:
     """Every element of a dim several times in a row: (n) -> (n r)."""
-    if len(build.inputs) != 1 or not isinstance(argument(node, 2, "dim"), int):
+    given = argument(node, 2, "dim")
+    if len(build.inputs) != 1 or not isinstance(given, int):
         return build.opaque()
     dims = build.fresh(build.inputs[0])
-    dim = node.args[2] % len(dims) if len(node.args) > 2 else node.kwargs["dim"] % len(dims)
+    dim = given % len(dims)
     times = build.new(build.output[dim] // build.inputs[0][dim])
     return build.done([dims], _with(dims, dim, dims[dim] + times), linear=_FIRST)
 

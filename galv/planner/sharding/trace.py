@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -152,8 +153,8 @@ def trace_call(call: ModuleCall, module: nn.Module) -> Trace:
         with torch.enable_grad():
             graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*(x.detach() for x in tensors_in(leaves)))
     except Exception as error:
-        name = type(module).__name__
-        raise ModelError(f"{name} cannot be traced on the meta device: {type(error).__name__}: {error}") from error
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{type(module).__name__} cannot be traced on the meta device: {first}") from error
     reader = _Reader(recorder.records, graph, module, _inputs(call))
     return Trace(call.module, module, call, reader.read(), tuple(recorder.calls), tuple(reader.hazards))
 
@@ -209,11 +210,10 @@ class _Recorder:
     def _marking(self) -> Iterator[None]:
         with ExitStack() as stack:
             for path, module in paths(self.name, self.module):
-                for handle in (
-                    module.register_forward_pre_hook(lambda m, a, k, p=path: self._before(p, m, a, k), with_kwargs=True),
-                    module.register_forward_hook(lambda m, a, o, p=path: self._after(p, m, o)),
-                ):
-                    stack.callback(handle.remove)
+                before = module.register_forward_pre_hook(partial(self._before, path), with_kwargs=True)
+                after = module.register_forward_hook(partial(self._after, path))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
                 stack.callback(_unhide, module)
             yield
 
@@ -224,7 +224,7 @@ class _Recorder:
         args = tuple(self._cross(value, Border(path, "inputs", str(i))) for i, value in enumerate(args))
         return args, {key: self._cross(value, Border(path, "inputs", key)) for key, value in kwargs.items()}
 
-    def _after(self, path: str, module: nn.Module, output: Any) -> Any:
+    def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
         _unhide(module)
         if isinstance(output, tuple):
             return tuple(self._cross(value, Border(path, "outputs", str(i))) for i, value in enumerate(output))

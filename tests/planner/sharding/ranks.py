@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from galv.localize import localize
@@ -31,7 +31,9 @@ def cut(full: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
     if layout.kind != "S":
         return full
     assert layout.dim is not None
-    return torch.cat([chunk.chunk(degree, layout.dim)[rank] for chunk in full.chunk(layout.chunks, layout.dim)], layout.dim)
+    return torch.cat(
+        [chunk.chunk(degree, layout.dim)[rank] for chunk in full.chunk(layout.chunks, layout.dim)], layout.dim
+    )
 
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -123,7 +125,9 @@ def check_equal(unit: UnitSample, call: ModuleCall, layout: TensorParallelLayout
     whole = _run(unit, call, lambda name, x: x, lambda i, x: _upstream(i, x.shape), _parameters(unit, call))
     ranks, group = _run_ranks(unit, call, layout, [x.shape for x in whole.outputs])
     activation, plain = _activation(unit, layout), Layout(kind="R")
-    _compare("output", whole.outputs, [r.outputs for r in ranks], [activation, *[plain] * len(whole.outputs)], tolerance)
+    _compare(
+        "output", whole.outputs, [r.outputs for r in ranks], [activation, *[plain] * len(whole.outputs)], tolerance
+    )
     layouts = [activation if name == call.activation else plain for name, _ in _tensors(call)]
     _compare("input gradient", whole.inputs, [r.inputs for r in ranks], layouts, tolerance)
     stored = _stored(layout)
@@ -179,7 +183,10 @@ def _run_rank(
 
     try:
         full, paths = _parameters(unit), {id(unit.module(x.module)): x.module for x in layout.modules}
-        local = {name: part(full[name], place).clone().requires_grad_() for name, place in _stored(layout).items()}
+        parts = {
+            id(full[name]): part(full[name], place).clone().requires_grad_() for name, place in _stored(layout).items()
+        }
+        local = {name: parts[id(full[name])] for name in _stored(layout)}  # tied parameters are one here too
         localize(
             unit.module,
             layout,
@@ -248,7 +255,9 @@ def _parameters(unit: UnitSample, call: ModuleCall | None = None) -> dict[str, T
 
 def _stored(layout: TensorParallelLayout) -> dict[str, Layout]:
     """How each parameter is stored, by its name within the unit."""
-    return {_path(part.module, name): change.source for part in layout.modules for name, change in part.parameters.items()}
+    return {
+        _path(part.module, name): change.source for part in layout.modules for name, change in part.parameters.items()
+    }
 
 
 def _path(module: str, name: str) -> str:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -39,12 +38,16 @@ def on_meta(unit: UnitSample, tied: frozenset[str] = frozenset()) -> UnitSample:
     def empty(tensor: Tensor) -> Tensor:
         return tensor.detach().to("meta").requires_grad_(tensor.is_floating_point() and tensor.requires_grad)
 
-    modules = copy.deepcopy(unit.modules)
+    memo = {id(p): nn.Parameter(empty(p)) for _, module in unit.modules for p in module.parameters()}
+    modules = copy.deepcopy(unit.modules, memo)
     for _, module in modules:
-        module.to("meta")
+        module.to("meta")  # buffers
     calls = [
         ModuleCall(
-            call.module, pytree.tree_map_only(Tensor, empty, call.args), pytree.tree_map_only(Tensor, empty, call.kwargs), call.activation
+            call.module,
+            pytree.tree_map_only(Tensor, empty, call.args),
+            pytree.tree_map_only(Tensor, empty, call.kwargs),
+            call.activation,
         )
         for call in unit.calls
     ]

@@ -1,0 +1,89 @@
+"""What is kept for backward, and what is computed again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from galv.planner.plan import Recompute
+from galv.runtime.recompute import apply_recompute, original_name
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def wrapped(recompute: Recompute) -> nn.Module:
+    """A holder of one wrapped block with matrix products, an activation and dropout."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+    holder = nn.Sequential(block)
+    apply_recompute(holder, "0", recompute)
+    return holder
+
+
+def run(recompute: Recompute) -> tuple[Counter[str], int, dict[str, Tensor | None]]:
+    """Operators of forward and backward, the bytes kept between them, and the gradients."""
+    model = wrapped(recompute)
+    torch.manual_seed(1)
+    inputs = torch.randn(4, 8)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with Counting() as counting:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(inputs).sum()
+        loss.backward()
+    gradients = {original_name(name): p.grad for name, p in model.named_parameters()}
+    return counting.counts, sum(kept.values()), gradients
+
+
+def test_full_runs_the_block_again_and_keeps_nothing_of_it() -> None:
+    """Everything up to the last thing that backward needs runs twice, and no activation is kept."""
+    plain, kept_plain, _ = run("none")
+    full, kept_full, _ = run("full")
+
+    assert plain["addmm"] == 2
+    assert full["addmm"] == 4
+    assert full["gelu"] == 2
+    assert kept_full < kept_plain / 4
+
+
+def test_selective_keeps_matrix_products_and_runs_the_rest_again() -> None:
+    """Matrix products run once, what lies between them twice."""
+    counts, _, _ = run("selective")
+    assert counts["addmm"] == 2
+    assert counts["gelu"] == 2
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_gradients_are_the_same_with_dropout(recompute: Recompute) -> None:
+    """Recomputed dropout drops what it dropped the first time."""
+    _, _, expected = run("none")
+    _, _, found = run(recompute)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_none_changes_nothing() -> None:
+    """Without recompute the module is the user's own."""
+    block = nn.Linear(2, 2)
+    holder = nn.Sequential(block)
+    apply_recompute(holder, "0", "none")
+    assert holder[0] is block
