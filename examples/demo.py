@@ -59,7 +59,7 @@ def run(plan: Plan, steps: int) -> list[float]:
         command = [sys.executable, "-m", "galv", "run", str(path), "--steps", str(steps)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            lines = [line for line in map(echo, process.stdout)]
+            lines = list(map(echo, process.stdout))
     if process.returncode:
         sys.exit(process.returncode)
     rows = (re.match(r"\s+\d+\s+(\d+\.\d+)\s", line) for line in lines)

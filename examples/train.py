@@ -1,12 +1,13 @@
 """An ordinary training script: the model is the user's, galv makes it parallel.
 
-    galv plan configs/models/llama-tiny.json --cluster cpu:4x1 --seq-len 128 --global-batch 16 -o plan.json
-    galv run plan.json examples/train.py
+galv plan configs/models/llama-tiny.json --cluster cpu:4x1 --seq-len 128 --global-batch 16 -o plan.json
+galv run plan.json examples/train.py
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,16 @@ import galv
 def main() -> None:
     """Trains a small Llama on random tokens for ten steps."""
     dist.init_process_group()
-    plan = galv.Plan.from_json(open(os.environ["GALV_PLAN"], encoding="utf-8").read())
+    plan = galv.Plan.from_json(Path(os.environ["GALV_PLAN"]).read_text(encoding="utf-8"))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("configs/models/llama-tiny.json"))
 
     module = galv.parallelize(model, plan)
     optimizer = module.optimizer("adamw", lr=1e-3)
     generator = torch.Generator().manual_seed(0)
+    shape = (plan.training.global_batch, plan.training.seq_len or 128)
     for step in range(10):
-        tokens = torch.randint(4096, (plan.training.global_batch, plan.training.seq_len), generator=generator)
+        tokens = torch.randint(4096, shape, generator=generator)
         loss = module.train_step(module.shard_batch({"input_ids": tokens, "labels": tokens}))
         module.clip_grad_norm_(1.0)
         optimizer.step()

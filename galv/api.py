@@ -42,7 +42,7 @@ def plan(
     memory) or a function that builds one. `example_inputs`: tensors by keyword, a tuple, one tensor, or a function of
     the number of samples that returns such; `package.module:function` as text; not needed for language models from
     Hugging Face configs, which take `seq_len` tokens a sample. `global_batch`: samples of one optimizer step over all
-    devices. `precision`: None takes bf16 where the device has it, else fp32. `memory`: GiB that one device may hold,
+    devices. `precision`: None takes bf16 on a GPU that has it, else fp32. `memory`: GiB that one device may hold,
     all of it when None. `reporter` hears of the search's progress.
 
     Raises UsageError and its kin for requests that cannot be meant, NoFeasiblePlan when nothing fits.
@@ -156,7 +156,7 @@ def _request(
         if value < 1:
             raise UsageError(f"the {name} must be at least 1, not {value}")
     device = cluster.device
-    chosen: Precision = precision or ("bf16" if "bf16" in device.dtypes else "fp32")
+    chosen: Precision = precision or ("bf16" if device.kind == "cuda" and "bf16" in device.dtypes else "fp32")
     device.peak(chosen)
     most = device.memory_bytes / GIB
     if memory is not None and not 0 < memory <= most * (1 + 1e-9):

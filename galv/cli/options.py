@@ -39,7 +39,9 @@ SeqLen = Annotated[
 ]
 PrecisionName = Annotated[
     Precision | None,
-    typer.Option("--precision", help="Of the computation, weights stay fp32; bf16 by default where the device has it."),
+    typer.Option(
+        "--precision", help="Of the computation, weights stay fp32; default: bf16 on a GPU that has it, else fp32."
+    ),
 ]
 OptimizerName = Annotated[Optimizer, typer.Option("--optimizer")]
 MemoryGib = Annotated[

@@ -88,7 +88,7 @@ class UnitCost:
 def exposed_seconds(compute_seconds: float, communication_seconds: float, slowdown: float) -> float:
     """Seconds that communication beside computation adds to it, both `slowdown` times slower while they overlap.
 
-    The shorter of the two lies wholly in the overlap, which stretches it; the rest of the longer one runs at full speed.
+    The shorter of the two lies wholly in the overlap, which stretches it; the rest of the longer one is not slowed.
     """
     shorter = min(compute_seconds, communication_seconds)
     together = max(compute_seconds, communication_seconds) + (slowdown - 1) * shorter
@@ -291,7 +291,8 @@ class _ClassPricer:
     def _activation_bytes(self, recompute: Recompute) -> float:
         facts = self.facts
         kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
-        return facts.input_bytes + min(kept, facts.saved_bytes)
+        given = facts.input_bytes if recompute != "none" or facts.input_is_saved else 0.0
+        return given + min(kept, facts.saved_bytes)
 
     def _working_bytes(self, zero: int, recompute: Recompute, parameters: float, ddp: bool) -> float:
         """Alive while this unit runs: recomputed activations, gradients on their way, gathered parameters."""
@@ -300,9 +301,7 @@ class _ClassPricer:
         rebuilt = max(facts.saved_bytes - kept, 0.0)
         activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
         gathered = 2 * gathered_bytes(parameters, setting.precision) if zero == 3 else 0
-        return activations + gathered + gradient_window_bytes(
-            [parameters], setting.precision, dp=setting.dp, ddp=ddp
-        )
+        return activations + gathered + gradient_window_bytes([parameters], setting.precision, dp=setting.dp, ddp=ddp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,5 +317,3 @@ def total_flops(graph: ModelGraph, num_samples: int) -> float:
     """FLOPs of forward and backward of the whole model for `num_samples` samples, nothing recomputed."""
     facts = {name: graph.source.facts(name, None, num_samples) for name in graph.classes}
     return sum(n * (facts[name].forward_flops + facts[name].backward_flops) for name, n in graph.counts.items())
-
-

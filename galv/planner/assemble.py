@@ -97,14 +97,14 @@ def binding_stage(priced: PricedTable, solution: Solution) -> tuple[str, ...]:
     fullest = max(range(len(memories)), key=lambda i: memories[i].total_bytes)
     memory, units = memories[fullest], [ref.name for ref, _ in stages[fullest]]
     largest, _ = max(stages[fullest], key=lambda pair: pair[1].states.total_bytes + pair[1].working_bytes)
-    return (
+    where = (
         f"stage {fullest} ({unit_names(units)}) holds most, {gib(memory.total_bytes)} GiB: "
         f"parameters {gib(memory.parameters_bytes)}, gradients {gib(memory.gradients_bytes)}, "
         f"optimizer {gib(memory.optimizer_bytes)}, activations {gib(memory.activations_bytes)}, "
-        f"working {gib(memory.working_bytes)}, reserved {gib(memory.reserved_bytes)}",
-        f"its largest unit is {largest.name}",
-        "more devices, a smaller global batch or sequence, or --optimizer sgd need less",
+        f"working {gib(memory.working_bytes)}, reserved {gib(memory.reserved_bytes)}"
     )
+    remedy = "more devices, a smaller global batch or sequence, or --optimizer sgd need less"
+    return where, f"its largest unit is {largest.name}", remedy
 
 
 # ----------------------------------------------------------------------------------------------- parts

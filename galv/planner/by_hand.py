@@ -108,6 +108,4 @@ def priced_by_hand(
     priced = next(priced_tables(shared, candidate, request.budget_bytes, limits))
     solution = solve(replace(priced.table, usable_bytes=UNLIMITED_BYTES))
     assert solution is not None, "without a memory limit every cut is feasible"
-    return assemble(
-        priced, solution, request, source=source, inputs_source=inputs_source, alternatives=(), search=None
-    )
+    return assemble(priced, solution, request, source=source, inputs_source=inputs_source, alternatives=(), search=None)

@@ -66,7 +66,8 @@ class Segments:
 def segments(chain: tuple[str, ...]) -> Segments:
     """The segments of `chain`, the unit class at each position; counts list classes in order of first appearance."""
     size = len(chain) + 1
-    ids, known = np.zeros((size, size), dtype=np.int64), {}
+    ids = np.zeros((size, size), dtype=np.int64)
+    known: dict[Counts, int] = {}
     for start in range(size - 1):
         held: dict[str, int] = {}
         for stop in range(start + 1, size):

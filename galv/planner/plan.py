@@ -1,9 +1,9 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
-This module decides nothing and imports nothing of galv but its own printed face. It says what a plan *is*: which units form which pipeline
-stage, which strategy each unit has, how its tensors lie on the tensor axis, the training set-up that the plan was made
-for, what it was estimated to cost, and the fingerprint of the model it belongs to. `planner` writes plans, `runtime`
-reads them.
+This module decides nothing and imports nothing of galv but its own printed face. It says what a plan *is*: which units
+form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor axis, the training set-up
+that the plan was made for, what it was estimated to cost, and the fingerprint of the model it belongs to. `planner`
+writes plans, `runtime` reads them.
 """
 
 from __future__ import annotations
@@ -449,7 +449,9 @@ class Plan(Frozen):
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?") from error
+            raise ValueError(
+                f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?"
+            ) from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"schema version {version!r}; this galv reads version {SCHEMA_VERSION}")

@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from galv.planner.plan import Alternative, Plan, StageEstimate, Unit, UnitEstimate
+    from galv.planner.plan import Alternative, Plan, StageEstimate, Unit
 
 GIB = 2**30
 _HEADINGS = ("stage", "units", "strategy", "compute", "exposed", "bubble", "peak GiB")
@@ -78,7 +78,7 @@ def _setup(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> str:
-    rows = [_HEADINGS]
+    rows: list[tuple[str, ...]] = [_HEADINGS]
     for index, (stage, estimate) in enumerate(zip(plan.stages, plan.estimate.stages, strict=True)):
         rows += _stage_rows(index, stage.units, estimate, plan.cluster.memory_budget_bytes)
     return _table(rows, right=(3, 4, 5, 6))
@@ -124,9 +124,9 @@ def _totals(plan: Plan) -> str:
         ("optimizer", time.optimizer_seconds),
     )
     busiest = max(estimate.stages, key=lambda stage: stage.memory.total_bytes)
+    rate = f"{estimate.tokens_per_second:,.0f} {what}   MFU {100 * estimate.mfu:.1f} %"
     lines = [
-        f"step {seconds(estimate.step_seconds)}   {estimate.tokens_per_second:,.0f} {what}   "
-        f"MFU {100 * estimate.mfu:.1f} %",
+        f"step {seconds(estimate.step_seconds)}   {rate}",
         "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares),
         f"memory {_memory(busiest)} GiB",
     ]
@@ -152,7 +152,7 @@ def _memory(stage: StageEstimate) -> str:
 def _alternatives(plan: Plan) -> str:
     if not plan.alternatives:
         return ""
-    rows = [("by habit", "layout", "step", "against the plan")]
+    rows: list[tuple[str, ...]] = [("by habit", "layout", "step", "against the plan")]
     rows += [_alternative_row(item, plan.estimate.step_seconds) for item in plan.alternatives]
     return _table(rows, right=(2,))
 

@@ -32,10 +32,14 @@ class PricedTable:
 
 
 def priced_tables(
-    shared: FactsPricer, candidate: Candidate, budget_bytes: int, limits: Limits = Limits()  # noqa: B008  # frozen
+    shared: FactsPricer,
+    candidate: Candidate,
+    budget_bytes: int,
+    limits: Limits = Limits(),  # frozen
 ) -> Iterator[PricedTable]:
-    """The tables of `candidate`: first one for DistributedDataParallel where it could run the plan, then one, or one for
-    each ZeRO level of tied units, which must agree on it.
+    """The tables of `candidate`: one, or one for each ZeRO level of tied units, which must agree on it.
+
+    Where DistributedDataParallel could run the plan there is a table for that before.
 
     Tied units share one tensor. On one stage it has one owner; on two, each stage holds a copy and they exchange
     gradients shard by shard, so both must be sharded alike.
@@ -46,7 +50,7 @@ def priced_tables(
     if 0 in levels and candidate.setting.is_ddp_possible:
         yield _table(pricer, candidate, budget_bytes, _Levels({}, [0], limits.recompute, ddp=True))
     for level in levels if tied else (None,):
-        own = {} if level is None else dict.fromkeys(tied, [level])
+        own = {} if level is None else {name: [level] for name in tied}
         yield _table(pricer, candidate, budget_bytes, _Levels(own, levels, limits.recompute))
 
 

@@ -27,7 +27,7 @@ class LossScale:
         """Raises UsageError when there are gradients of an earlier step, which have been scaled down already."""
         if any(parameter.grad is not None for parameter in parameters):
             raise UsageError(
-                "under fp16 a step needs fresh gradients: call optimizer.zero_grad(set_to_none=True) before train_step, "
+                "under fp16 a step needs fresh gradients: call optimizer.zero_grad() before train_step, "
                 "and raise the plan's global batch to accumulate over more samples"
             )
 

@@ -33,7 +33,10 @@ class DecoderFacts:
         if unit_class == "embedding":
             return self._facts((), activation, activation, 0.0)
         width = VOCABULARY if unit_class == "head" else 12 * self.hidden
-        operators = [*self._product(tokens, width / degree, 1, "forward"), *self._product(tokens, width / degree, 2, "backward")]
+        operators = [
+            *self._product(tokens, width / degree, 1, "forward"),
+            *self._product(tokens, width / degree, 2, "backward"),
+        ]
         if degree > 1:
             operators += [self._gather(activation, phase) for phase in ("forward", "backward")]
         saved = 2 * tokens * VOCABULARY * 2 if unit_class == "head" else 17 * activation / cut
@@ -42,7 +45,15 @@ class DecoderFacts:
     def _product(self, tokens: float, width: float, times: int, phase: Phase) -> list[Operator]:
         shape = (1.0, tokens, width, float(self.hidden))
         product = Operator(
-            "aten.mm.default", "matmul", phase, "", "bf16", 2 * tokens * width * self.hidden, 0.0, 2 * tokens * width, shape
+            "aten.mm.default",
+            "matmul",
+            phase,
+            "",
+            "bf16",
+            2 * tokens * width * self.hidden,
+            0.0,
+            2 * tokens * width,
+            shape,
         )
         return [product] * times
 
@@ -61,7 +72,9 @@ class DecoderFacts:
         )
 
 
-def decoder(*, num_layers: int = 8, hidden: int = 1024, seq_len: int = 1024, num_heads: int = 16, tied: bool = False) -> ModelGraph:
+def decoder(
+    *, num_layers: int = 8, hidden: int = 1024, seq_len: int = 1024, num_heads: int = 16, tied: bool = False
+) -> ModelGraph:
     """A decoder with `num_layers` blocks, large or small by `hidden`."""
     table = (VOCABULARY, hidden)
     block = UnitClass("Block", (Parameter("weight", (12 * hidden, hidden)),))

@@ -37,7 +37,15 @@ def planned(graph: ModelGraph, spec: str, wanted: Request) -> Plan:
 
 def by_hand(graph: ModelGraph, spec: str, wanted: Request, **sizes: object) -> Plan:
     shared = FactsPricer(graph, load_cluster(spec))
-    given_sizes = {"tp": 1, "pp": 1, "zero": 0, "micro_batch": 1, "sequence": None, "recompute": "none", "schedule": None}
+    given_sizes = {
+        "tp": 1,
+        "pp": 1,
+        "zero": 0,
+        "micro_batch": 1,
+        "sequence": None,
+        "recompute": "none",
+        "schedule": None,
+    }
     layout = Layout(**(given_sizes | sizes))  # type: ignore[arg-type]
     layout.check(shared.cluster, wanted)
     return priced_by_hand(shared, layout, wanted, source=None, inputs_source=None)
@@ -109,7 +117,14 @@ def test_the_best_plan_beats_every_layout_given_by_hand() -> None:
                 for zero in (0,) if tp * pp == 4 else (0, 1, 2, 3):
                     for recompute in ("none", "selective", "full"):
                         found = by_hand(
-                            graph, "h100-sxm-80:4x1", wanted, tp=tp, pp=pp, zero=zero, micro_batch=micro_batch, recompute=recompute
+                            graph,
+                            "h100-sxm-80:4x1",
+                            wanted,
+                            tp=tp,
+                            pp=pp,
+                            zero=zero,
+                            micro_batch=micro_batch,
+                            recompute=recompute,
                         )
                         if found.estimate.fits:
                             seen += 1

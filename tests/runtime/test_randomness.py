@@ -27,12 +27,14 @@ def with_dropout() -> nn.Module:
 
 
 def masks(plan: Plan, seed: int) -> tuple[list[Tensor], list[Tensor], float, float]:
-    """What a block's residual dropout and a dropout on its hidden layer zeroed, the loss, and the gradient norm."""
+    """What a block's first residual dropout and a dropout on its hidden layer zeroed, the loss, and the gradient norm."""
     model = with_dropout()
     residual: list[Tensor] = []
     hidden: list[Tensor] = []
     block = model.get_submodule("transformer.h.1.mlp")
-    block.dropout.register_forward_hook(lambda module, args, output: residual.append(output == 0))
+    model.get_submodule("transformer.h.1.attn.resid_dropout").register_forward_hook(
+        lambda module, args, output: residual.append(output == 0)
+    )
     block.act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
     block.act.register_forward_hook(lambda module, args, output: hidden.append(output == 0))
     module = parallelize(model, plan, seed=seed)

@@ -1,4 +1,4 @@
-"""The best plan of one outer choice: where to cut the chain and what each stage does, with a lower bound that proves it.
+"""The best plan of one outer choice: where to cut the chain, what each stage does, and a lower bound as proof.
 
 The step time of a cut is the simulated schedule over its stages plus the slowest stage's once-a-step work. A stage's
 options matter to no other stage, so each stage takes its fastest choice that fits (`assign.fastest`); what remains is

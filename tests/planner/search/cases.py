@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ def every_cut(num_units: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 def every_plan(table: CostTable) -> Iterator[tuple[tuple[int, ...], tuple[StageChoice, ...]]]:
     """All plans of `table` that fit, as cuts and stage choices."""
     for cut in every_cut(len(table.chain), table.num_stages):
-        stages = [list(_stage_choices(table, s, i, j)) for s, (i, j) in enumerate(zip(cut, cut[1:], strict=False))]
+        stages = [list(_stage_choices(table, s, i, j)) for s, (i, j) in enumerate(pairwise(cut))]
         for choices in product(*stages):
             if all(choice.peak_bytes <= table.usable_bytes for choice in choices):
                 yield cut, choices

@@ -44,7 +44,9 @@ def test_pipelines_keep_their_word(table: CostTable) -> None:
 @given(tables())
 def test_cheap_bound_is_a_bound(table: CostTable) -> None:
     """The bound that prunes whole tables never exceeds the optimum."""
-    expected = best_by_force(replace(table, chain=table.chain[:4], num_stages=min(table.num_stages, len(table.chain[:4]))))
+    expected = best_by_force(
+        replace(table, chain=table.chain[:4], num_stages=min(table.num_stages, len(table.chain[:4])))
+    )
     small = replace(table, chain=table.chain[:4], num_stages=min(table.num_stages, len(table.chain[:4])))
 
     if expected is not None:
