@@ -100,6 +100,8 @@ class UnitClass:
     name: str
     parameters: tuple[Parameter, ...]
     """Named within the unit, see `plan.absolute_name`."""
+    is_opaque: bool = False
+    """Whether it was not traced: what it computes was counted in one run with made-up values."""
 
     @cached_property
     def num_parameters(self) -> int:
@@ -113,6 +115,30 @@ class UnitRef:
     name: str
     unit_class: str
     modules: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    """Fully qualified names of parameters that it holds beside its modules: those that lie directly in a module around
+    several units."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that one unit makes and later units take. One taken by several is carried along to the last of them."""
+
+    producer: int
+    """Position among the units."""
+    consumers: tuple[int, ...]
+    """Positions, ascending, all after `producer`."""
+    bytes_per_sample: float
+    fixed_bytes: float = 0.0
+    """Of a tensor that is the same for any number of samples."""
+
+    def num_bytes(self, microbatch: int) -> float:
+        """Its bytes for `microbatch` samples."""
+        return self.fixed_bytes + microbatch * self.bytes_per_sample
+
+    def crosses(self, border: int) -> bool:
+        """Whether a cut in front of unit `border` has it sent."""
+        return self.producer < border <= self.consumers[-1]
 
 
 @dataclass(frozen=True)
@@ -136,7 +162,7 @@ class FactsSource(Protocol):
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A chain of units with the facts to price them."""
+    """The units of a model in the order of execution, what flows between them, and the facts to price them."""
 
     name: str
     units: tuple[UnitRef, ...]
@@ -151,6 +177,16 @@ class ModelGraph:
     """Groups of parameter names that are one tensor."""
     fingerprint: str
     source: FactsSource = field(compare=False, repr=False)
+    edges: tuple[Edge, ...] = ()
+    """By producer. What the model's inputs alone determine (masks, position ids) flows nowhere: each stage makes it."""
+    no_pipeline: str | None = None
+    """Why the model cannot be cut into pipeline stages; None when it can."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about how the model was taken apart."""
+
+    def crossing_bytes(self, border: int, microbatch: int) -> float:
+        """Bytes that a pipeline cut in front of unit `border` sends for `microbatch` samples, nothing sharded."""
+        return sum(edge.num_bytes(microbatch) for edge in self.edges if edge.crosses(border))
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -165,11 +201,13 @@ class ModelGraph:
         """For each tied group that spans units, the positions of those units."""
         owners = []
         for group in self.tied:
-            members = {i for i, unit in enumerate(self.units) for name in group if _owns(unit.modules, name)}
+            members = {i for i, unit in enumerate(self.units) for name in group if _owns(unit, name)}
             if len(members) > 1:
                 owners.append(frozenset(members))
         return tuple(owners)
 
 
-def _owns(modules: tuple[str, ...], parameter: str) -> bool:
-    return any(parameter.startswith(f"{module}.") or not module for module in modules)
+def _owns(unit: UnitRef, parameter: str) -> bool:
+    if parameter in unit.parameters:
+        return True
+    return any(parameter.startswith(f"{module}.") or not module for module in unit.modules)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -102,6 +103,14 @@ def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: 
     # gloo knows only sums, and NCCL sums without copies; the division is of the reduced shard.
     group.set_force_sum_reduction_for_comms(True)
     return group
+
+
+def replicate(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """`model` with its gradients averaged over `group`; the ranks' weights are equal already."""
+    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
+    # Buffers are computed alike on every rank. (The constructor's argument for this changed its name in torch 2.13.)
+    ddp.broadcast_buffers = False
+    return ddp
 
 
 class GradientSync:

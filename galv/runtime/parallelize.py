@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import fx, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from galv.errors import ModelError
 from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
@@ -199,13 +198,7 @@ def _convert_borders(here: _Here) -> None:
 def _finished(model: nn.Module, here: _Here, seed: int) -> ParallelModule:
     called = here.stage
     if data_parallel.uses_ddp(here.plan):
-        called = DistributedDataParallel(
-            here.stage,
-            process_group=here.meshes.data_group,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
+        called = data_parallel.replicate(here.stage, here.meshes.data_group)
         here.sync.add_ddp(called)
     parts = Parts(
         plan=here.plan,

@@ -2,8 +2,8 @@
 
 `full` keeps a module's inputs, `selective` also the outputs of matrix products and fused attention; the rest is
 computed again during backward (torch's non-reentrant checkpointing, with the random state of the first time).
-Collectives of the tensor axis inside the unit run again with it. `selective` keeps the results of fused dropout, too:
-operators that run again must not draw what kept ones have drawn.
+Collectives of the tensor axis inside the unit run again with it. So does attention with dropout: if what it drew were
+kept, dropout after it would draw that instead of its own.
 """
 
 from __future__ import annotations
@@ -56,13 +56,16 @@ def original_name(name: str) -> str:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = operator in _KEPT or _draws(operator)
+    keep = operator in _KEPT and not _draws(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(operator: Any) -> bool:
-    """Whether it makes random results; operators that fill a tensor in place run again and fill it alike."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and not operator._schema.is_mutable
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers: attention does if it drops."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", 0.0) > 0)
 
 
 def _kept() -> frozenset[Any]:

@@ -100,22 +100,27 @@ def redistributor(mesh: DeviceMesh) -> Redistribute:
         source, target = change.source, change.target
         if source == target:
             return tensor
-        if (source.kind, target.kind) == ("P", "R+"):  # all-reduce both ways
-            return redistribute(_move(tensor, source, REPLICATED, mesh), Redistribution(source="R", target="R+"))
+        if _goes_by_replication(source, target, mesh):
+            whole = redistribute(tensor, Redistribution(source=source, target=REPLICATED))
+            return redistribute(whole, Redistribution(source=REPLICATED, target=target))
         if target.kind == "P":
             assert source.kind == "R", f"no rank has a summand of {source}"
             return _Summand.apply(tensor, mesh.get_local_rank() == 0)
         if source.chunks > 1:
-            gathered = _move(tensor, _plain(source), REPLICATED if target.kind == "S" else target, mesh)
-            return redistribute_from_full(joined(gathered, source, mesh.size()), target)
+            return joined(_move(tensor, _plain(source), target, mesh), source, mesh.size())
         return _move(_in_chunk_order(tensor, target, mesh.size()), source, _plain(target), mesh)
 
-    def redistribute_from_full(full: Tensor, target: Layout) -> Tensor:
-        if target.kind != "S":
-            return full
-        return redistribute(full, Redistribution(source=REPLICATED, target=target))
-
     return redistribute
+
+
+def _goes_by_replication(source: Layout, target: Layout, mesh: DeviceMesh) -> bool:
+    """Whether a change is two changes: P to R+, which all-reduces both ways, and between shards without all-to-all.
+
+    gloo has none; DTensor would gather and cut, too, and warn.
+    """
+    if source.kind == target.kind == "S":
+        return source.chunks > 1 or target.chunks > 1 or mesh.device_type == "cpu"
+    return (source.kind, target.kind) == ("P", "R+")
 
 
 def _move(tensor: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:

@@ -162,7 +162,7 @@ def own_loop_alone() -> dict[str, Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter -= 0.1 * parameter.grad
+            parameter.sub_(0.1 * parameter.grad)
     return model.state_dict()
 
 

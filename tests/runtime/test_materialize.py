@@ -176,7 +176,7 @@ def diverged() -> dict[str, Tensor]:
     model = MODELS["llama"]()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += dist.get_rank()
+            parameter.add_(dist.get_rank())
     module = parallelize(model, hand_made_plan(model, strategy(dp=2, zero=2)))
     return module.full_state_dict(all_ranks=True)
 

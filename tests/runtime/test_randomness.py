@@ -27,7 +27,7 @@ def with_dropout() -> nn.Module:
 
 
 def masks(plan: Plan, seed: int) -> tuple[list[Tensor], list[Tensor], float, float]:
-    """What a block's first residual dropout and a dropout on its hidden layer zeroed, the loss, and the gradient norm."""
+    """What a block's residual dropout and a dropout on its hidden layer zeroed, the loss, and the gradient norm."""
     model = with_dropout()
     residual: list[Tensor] = []
     hidden: list[Tensor] = []

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from galv.planner.plan import Recompute
-from galv.runtime.recompute import apply_recompute, original_name
+from galv.runtime.recompute import _policy, apply_recompute, original_name
 
 
 class Counting(TorchDispatchMode):
@@ -87,3 +88,10 @@ def test_none_changes_nothing() -> None:
     holder = nn.Sequential(block)
     apply_recompute(holder, "0", "none")
     assert holder[0] is block
+
+
+@pytest.mark.parametrize(("dropout", "kept"), [(0.0, True), (0.1, False)])
+def test_attention_is_kept_unless_it_drops(dropout: float, kept: bool) -> None:
+    """Fused attention that draws random numbers runs again, so that what follows draws as the first time."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert (_policy(None, attention, *[None] * 3, dropout) is CheckpointPolicy.MUST_SAVE) == kept

@@ -136,7 +136,7 @@ def test_cut_parts_join_to_the_whole(layout: str, degree: int) -> None:
     full = torch.arange(24.0 * 24).view(24, 24)
     parts = [cut(full, spec, degree, rank) for rank in range(degree)]
 
-    whole = joined(torch.cat(parts, spec.dim), spec, degree) if spec.kind == "S" else parts[0]
+    whole = parts[0] if spec.dim is None else joined(torch.cat(parts, spec.dim), spec, degree)
 
     assert torch.equal(whole, full)
     assert all(part.numel() * (degree if spec.kind == "S" else 1) == full.numel() for part in parts)

@@ -40,11 +40,12 @@ def block_facts(
         with local, recorder.naming(names), recorder.forward():
             outputs = differentiable(block(*args, **kwargs))
         output_bytes = size_bytes(outputs[0]) if outputs else 0
-        trace.output_key = storage_key(outputs[0]) if outputs else None
+        trace.output_keys = {storage_key(output) for output in outputs[:1]}
+        trace.end_forward()
         parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
         given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         own = parameters if emulation is None else emulation.parameters(parameters)
-        recorder.backward(outputs, given, own)
+        recorder.backward(outputs, [*given, *own])
     return facts_of(trace, input_bytes=size_bytes(activation), output_bytes=output_bytes)
 
 

@@ -74,29 +74,42 @@ class Trace:
     saved: dict[int, int] = field(default_factory=dict)
     """Bytes by storage."""
     memory: Timeline = field(default_factory=Timeline)
-    input_keys: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
     """Storages given to the stretch from outside: saving them costs nothing here."""
     activation_key: int | None = None
     """The storage among them that carries the activation."""
     input_is_saved: bool = False
-    output_key: int | None = None
-    """The storage that goes on to the next unit, whose input it is: where saved, it counts there."""
+    output_keys: set[int] = field(default_factory=set)
+    """Storages that are the activation of the next unit: where saved, they count there."""
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    forward_end: int = 0
+    """The number of memory events when backward began."""
 
     @property
     def saved_bytes(self) -> int:
-        return sum(num_bytes for key, num_bytes in self.saved.items() if key != self.output_key)
+        return sum(num_bytes for key, num_bytes in self.saved.items() if key not in self.output_keys)
 
     def expect(self, inputs: Any, activation: Tensor | None = None) -> None:
         """Takes every tensor in `inputs` as given to the stretch from outside, `activation` being one of them."""
-        self.input_keys.update(storage_key(tensor) for tensor in tensors_in(inputs))
+        self.given.update(storage_key(tensor) for tensor in tensors_in(inputs))
         self.activation_key = None if activation is None else storage_key(activation)
 
     @property
     def is_empty(self) -> bool:
         """Whether the stretch does nothing that takes time."""
         return all(op.kind == "view" for op in self.operators)
+
+    def end_forward(self) -> None:
+        """Backward begins."""
+        self.forward_end = len(self.memory.events)
+        self.forward_peak_bytes = max(self.forward_peak_bytes, self.memory.peak(0, self.forward_end))
+
+    def end_backward(self, gradients: Iterable[Tensor]) -> None:
+        """Backward is over; what `gradients` of parameters hold is not counted as memory of the stretch."""
+        own = frozenset(number for grad in gradients if (number := self.memory.number(grad)) is not None)
+        peak = self.memory.peak(self.forward_end, len(self.memory.events), own)
+        self.backward_peak_bytes = max(self.backward_peak_bytes, peak)
 
 
 class Recorder(TorchDispatchMode):
@@ -108,25 +121,42 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.modules: list[str] = []
         """Names of the modules whose forward is running, innermost last."""
-        self.used: Callable[[Tensor], None] | None = None
-        """Told of every tensor argument."""
+        self.seen: Callable[[Any, Any], None] | None = None
+        """Told of the arguments and the result of every call."""
+        self.stretch_of: Callable[[int], Trace] | None = None
+        """In backward: the trace of what has this autograd sequence number."""
+        self.elsewhere: Callable[[int], Trace | None] | None = None
+        """The trace, other than the current one, that made a storage."""
+        self.current: Any = None
+        """The operator that is running, or that failed."""
         self.parameter_keys = {storage_key(parameter) for parameter in parameters}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.current = func
         out = func(*args, **kwargs)
-        trace = self.trace
+        self.current = None
+        if self.seen is not None:
+            self.seen((args, kwargs), out)
+        trace = self._trace()
         if trace is None:
             return out
-        if self.used is not None:
-            for tensor in tensors_in((args, kwargs)):
-                self.used(tensor)
+        inputs = list(tensors_in((args, kwargs)))
         module = self.modules[-1] if self.modules else ""
         trace.operators.append(describe(func, args, kwargs, out, self.phase, module))
+        held = {storage_key(tensor) for tensor in inputs}
         for tensor in tensors_in(out):
-            if storage_key(tensor) not in trace.input_keys and storage_key(tensor) not in self.parameter_keys:
+            if storage_key(tensor) not in held:
                 trace.memory.add(tensor)
         return out
+
+    def _trace(self) -> Trace | None:
+        """Where the running operator belongs: in backward, to the stretch whose forward made the running node."""
+        if self.phase == "backward" and self.stretch_of is not None:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                self.trace = self.stretch_of(node._sequence_nr())
+        return self.trace
 
     def record(self, operator: Operator) -> None:
         """Adds an operator that is no aten call: a collective."""
@@ -136,13 +166,17 @@ class Recorder(TorchDispatchMode):
     # -- saved tensors
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Counts a tensor that autograd saves: a `pack` hook."""
+        """Counts a tensor that autograd saves, for the stretch that made it: a `pack` hook."""
         trace, key = self.trace, storage_key(tensor)
         if trace is None or key in self.parameter_keys:
             return tensor
         trace.input_is_saved |= key == trace.activation_key
-        if key not in trace.input_keys:
-            trace.saved[key] = tensor.untyped_storage().nbytes()
+        if key in trace.given:
+            return tensor
+        maker = None
+        if self.elsewhere is not None and trace.memory.number(tensor) is None:
+            maker = self.elsewhere(key)
+        (maker or trace).saved[key] = tensor.untyped_storage().nbytes()
         return tensor
 
     @contextmanager
@@ -152,30 +186,21 @@ class Recorder(TorchDispatchMode):
         with self, torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
             yield
 
-    def backward(self, outputs: list[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
-        """Which of `inputs` the outputs depend on; their backward is recorded into the current trace.
+    def backward(self, outputs: list[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of `outputs` for those of `targets` that they depend on; backward is recorded.
 
-        Gradients arrive at `outputs` as fresh tensors, and gradients of parameters are not counted as memory. Empties
-        `outputs`, so that they live no longer than backward needs them.
+        Gradients arrive at `outputs` as fresh tensors. Empties `outputs`, so that they live no longer than backward
+        needs them.
         """
-        trace = self.trace
-        assert trace is not None, "backward belongs to a trace"
-        memory, start = trace.memory, len(trace.memory.events)
-        trace.forward_peak_bytes = max(trace.forward_peak_bytes, memory.peak(0, start))
-        targets = [*inputs, *parameters]
         if not targets or not any(output.requires_grad for output in outputs):
-            return [False] * len(inputs)
+            return []
         scalar = seed(outputs)
         one = torch.ones_like(scalar)
         outputs.clear()
-        self.phase, self.modules = "backward", []
+        self.phase, self.modules, self.seen = "backward", [], None
         with self:
-            grads = torch.autograd.grad(scalar, targets, one, allow_unused=True)
-        own = (memory.number(grad) for grad in grads[len(inputs) :] if grad is not None)
-        without = frozenset(number for number in own if number is not None)
-        peak = memory.peak(start, len(memory.events), without)
-        trace.backward_peak_bytes = max(trace.backward_peak_bytes, peak)
-        return [grad is not None for grad in grads[: len(inputs)]]
+            grads = torch.autograd.grad(scalar, list(targets), one, allow_unused=True)
+        return [grad for grad in grads if grad is not None]
 
     @contextmanager
     def naming(self, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:

@@ -25,6 +25,7 @@ from galv.cost_models.estimate import pipeline_seconds
 from galv.cost_models.pipeline import num_in_flight
 from galv.planner.partition import Counts, least_maximum, least_sum, segments, stage_mask
 from galv.planner.search.assign import fastest, smallest_bytes
+from galv.planner.search.relax import relaxed_bound_seconds
 from galv.planner.search.table import CostTable, Option, StageChoice
 
 MAX_THRESHOLDS = 24
@@ -50,10 +51,9 @@ def step_seconds(table: CostTable, stages: tuple[StageChoice, ...]) -> float:
 
 
 def lower_bound_seconds(table: CostTable) -> float:
-    """A bound on every plan of `table` that costs nothing to compute: memory ignored, stages perfectly even."""
-    work = sum(_least_steady(table.options[name]) for name in table.chain)
-    longest = max(_least_steady(table.options[name]) for name in table.chain)
-    return table.num_microbatches * max(work / table.num_stages, longest)
+    """A cheap bound on every plan of `table`: whole numbers and cuts relaxed, or its longest unit alone."""
+    longest = max(_least_steady(table.options[name]) for name in set(table.chain))
+    return max(relaxed_bound_seconds(table), table.num_microbatches * longest)
 
 
 def solve(table: CostTable, *, incumbent_seconds: float = np.inf) -> Solution | None:
