@@ -40,7 +40,8 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
         if not tensor.is_meta and tensor.numel():
             value = tensor.detach()
             moved = value.to(device).contiguous()
-            dist.broadcast(moved, 0)
+            # As bytes: not every backend knows every type.
+            dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
             value.copy_(moved)
 
 
@@ -54,7 +55,8 @@ class Materializer:
         self, model: nn.Module, ties: Ties, *, seed: int, device: torch.device, weights: Weights | None = None
     ) -> None:
         self._ties, self._device, self._weights = ties, device, _reader(weights)
-        self._initializer = Initializer(model, seed, device)
+        is_real = not any(tensor.is_meta for _, tensor in named_tensors(model))
+        self._initializer = None if is_real else Initializer(model, seed, device)
 
     def fill(self, module: nn.Module, name: str) -> None:
         """Makes every tensor of `module`, the model's part of that name, real and on the device."""
@@ -69,6 +71,7 @@ class Materializer:
 
     def _real(self, name: str, meta: Tensor, drawn: dict[str, Tensor]) -> Tensor:
         """The value of the tensor called `name`; `drawn` holds what is drawn but not yet placed."""
+        assert self._initializer is not None, f"{name} has come to lie on the meta device"
         aliases = self._initializer.aliases(name)
         if self._weights is not None:
             value = next((found for alias in aliases if (found := self._weights(alias)) is not None), None)

@@ -34,10 +34,20 @@ def build_optimizer(
     factory = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer  # type: ignore[call-overload]
     if factory is None:
         raise UnknownName("optimizer", str(optimizer), OPTIMIZERS)
-    if "foreach" in inspect.signature(factory).parameters and not options.get("fused"):
-        options = {"foreach": True, **options}
     groups = [{"params": tensors} for tensors in by_mesh(parameters)]
-    return factory(groups, **options)
+    kernel = {} if options.keys() & {"foreach", "fused"} else _kernel(factory)
+    return factory(groups, **(kernel | options))
+
+
+def _kernel(factory: OptimizerFactory) -> dict[str, bool]:
+    """How the update is done unless the caller says: in as few kernels as DTensors allow.
+
+    Multi-tensor (foreach) kernels form temporaries as large as the state; Adam's fused one has none. DTensor knows no
+    other fused update.
+    """
+    if factory in (torch.optim.Adam, torch.optim.AdamW):
+        return {"fused": True}
+    return {"foreach": True} if "foreach" in inspect.signature(factory).parameters else {}
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Any]]:

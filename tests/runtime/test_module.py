@@ -126,18 +126,23 @@ def test_ranks_of_one_data_group_share_samples(pool: Pool) -> None:
     assert pool.run(sampled, 4, pipeline) == [tokens[:4], tokens[4:], tokens[:4], tokens[4:]]
 
 
-def optimizer_groups() -> tuple[list[int], bool]:
+def optimizer_groups() -> tuple[list[int], bool, bool]:
     """Sizes of the optimizer's groups under a plan with two kinds of meshes, and whether it works on many at once."""
     strategies = [strategy(dp_replicate=2, dp_shard=2, zero=3)] + [strategy(dp=4, zero=1)] * 4
     module = parallelize(MODELS["llama"](), hand_made_plan(MODELS["llama"](), strategies, global_batch=8))
     update = module.optimizer("adamw", lr=1e-3)
-    return [len(group["params"]) for group in update.param_groups], update.defaults["foreach"]
+    return (
+        [len(group["params"]) for group in update.param_groups],
+        update.defaults["fused"],
+        module.optimizer("sgd").defaults["foreach"],
+    )
 
 
 def test_optimizers_have_a_group_for_each_mesh(pool: Pool) -> None:
     """Parameters of units with other meshes come in groups of their own, so multi-tensor updates work."""
-    sizes, foreach = pool.run(optimizer_groups, 4)[0]
+    sizes, fused, foreach = pool.run(optimizer_groups, 4)[0]
     assert sizes == [1, 29]
+    assert fused
     assert foreach
 
 

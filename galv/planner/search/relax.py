@@ -1,7 +1,7 @@
 """A bound on every plan of a table that costs microseconds: cuts and whole numbers relaxed away.
 
-*Work.* Let m t_s + e_s be the busy seconds of stage s of p. All stages together hold at most p x usable bytes, so the sum
-R of their busy seconds is at least
+*Work.* Let m t_s + e_s be the busy seconds of stage s of p. All stages together hold at most p x usable bytes, so the
+sum R of their busy seconds is at least
 
     min  sum of seconds of all units   subject to   sum of held bytes  <=  p (usable - least working bytes)
 

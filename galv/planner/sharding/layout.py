@@ -86,7 +86,8 @@ def _stored_elsewhere(unit: UnitSample, degree: int) -> dict[int, Place]:
             owners.add(position)
             path = name if len(unit.modules) == 1 else f"{position}.{name}"
             if len(owners) > 1 or path in unit.tied:
-                places[id(parameter)] = shard(0) if parameter.shape[0] % degree == 0 else WHOLE
+                divides = parameter.dim() > 0 and parameter.shape[0] % degree == 0
+                places[id(parameter)] = shard(0) if divides else WHOLE
     return places
 
 

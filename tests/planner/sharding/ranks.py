@@ -159,7 +159,7 @@ def _run_ranks(
 ) -> tuple[list[Outcome], Group]:
     group = Group(layout.degree)
     copies = [UnitSample(unit.unit_class, copy.deepcopy(unit.modules), ()) for _ in range(layout.degree)]
-    with ThreadPoolExecutor(layout.degree) as pool:
+    with ThreadPoolExecutor(layout.degree, initializer=lambda: torch.set_num_threads(1)) as pool:
         run = [
             pool.submit(_run_rank, own, call, layout, _activation(unit, layout), outputs, group, rank)
             for rank, own in enumerate(copies)

@@ -88,7 +88,7 @@ AROUND: list[tuple[str, dict[str, Any], tuple[str, ...], frozenset[str]]] = [
 def test_embedding_and_head_compute_the_same(
     name: str, changes: dict[str, Any], modules: tuple[str, ...], tied: frozenset[str], degree: int
 ) -> None:
-    """Embeddings and heads, tied or not, with a vocabulary that divides or not, are right and whole at their borders."""
+    """Embeddings and heads, tied or not, with a vocabulary that divides or not, give the whole one's results."""
     unit = recorded(model(name, **changes), modules, repeated=False, run=forward)
     layout = _found(unit, degree, "megatron", tied)
 
