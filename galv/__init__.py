@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, estimate, parallelize, plan
+    from galv.api import build_model, estimate, graph, parallelize, plan
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -39,12 +39,13 @@ __all__ = [
     "__version__",
     "build_model",
     "estimate",
+    "graph",
     "parallelize",
     "plan",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "estimate", "parallelize", "plan"),
+    "galv.api": ("build_model", "estimate", "graph", "parallelize", "plan"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

@@ -5,10 +5,10 @@ Planning imports torch only to trace the model; the search and the cost models a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
-from galv.errors import ModelError, UsageError
+from galv.errors import ModelError, UnknownName, UsageError
 from galv.planner.plan import OptimizerName, Plan, Precision, Recompute, ScheduleName, SequenceMode
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from galv.cost_models.unit import FactsPricer
+    from galv.planner.capture.report import GraphReport
     from galv.planner.capture.source import ModelSource
     from galv.planner.space import Request
     from galv.runtime.module import ParallelModule
@@ -34,6 +35,8 @@ def plan(
     precision: Precision | None = None,
     optimizer: OptimizerName = "adamw",
     memory: float | None = None,
+    units: Sequence[str] | None = None,
+    opaque: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> Plan:
     """The fastest plan found for training `model` on `cluster`, proven optimal in the searched space or with its gap.
@@ -43,7 +46,8 @@ def plan(
     the number of samples that returns such; `package.module:function` as text; not needed for language models from
     Hugging Face configs, which take `seq_len` tokens a sample. `global_batch`: samples of one optimizer step over all
     devices. `precision`: None takes bf16 on a GPU that has it, else fp32. `memory`: GiB that one device may hold,
-    all of it when None. `reporter` hears of the search's progress.
+    all of it when None. `units`: patterns of module names that are to be units, in place of what structure shows.
+    `opaque`: patterns of modules that are not traced, each one unit held whole. `reporter` hears of the progress.
 
     Raises UsageError and its kin for requests that cannot be meant, NoFeasiblePlan when nothing fits.
     """
@@ -55,7 +59,7 @@ def plan(
     reporter = reporter or Reporter()
     profile = _cluster(cluster)
     request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
-    source, shared = _captured(model, example_inputs, profile, request, reporter)
+    source, shared = _captured(model, example_inputs, profile, request, reporter, units, opaque)
     found = candidates(shared.graph, profile, request)
     answer = best_plan(shared, found, request.budget_bytes, reporter=reporter)
     return assemble(
@@ -86,6 +90,8 @@ def estimate(
     precision: Precision | None = None,
     optimizer: OptimizerName = "adamw",
     memory: float | None = None,
+    units: Sequence[str] | None = None,
+    opaque: Sequence[str] = (),
 ) -> Plan:
     """One layout given by hand, priced: a plan that runs, whether or not the estimate says that it fits.
 
@@ -97,14 +103,43 @@ def estimate(
     """
     from galv.planner.by_hand import Layout, priced_by_hand
 
+    _check_name("recompute level", recompute, Recompute)
+    _check_name("schedule", schedule or "none", ScheduleName)
+    _check_name("sequence mode", sequence or "none", SequenceMode)
     profile = _cluster(cluster)
     request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
     layout = Layout(
         tp=tp, pp=pp, zero=zero, micro_batch=micro_batch, sequence=sequence, recompute=recompute, schedule=schedule
     )
     layout.check(profile, request)
-    source, shared = _captured(model, example_inputs, profile, request, Reporter())
+    source, shared = _captured(model, example_inputs, profile, request, Reporter(), units, opaque)
     return priced_by_hand(shared, layout, request, source=source.source, inputs_source=source.inputs_source)
+
+
+def graph(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    seq_len: int | None = None,
+    micro_batch: int = 1,
+    precision: Precision = "bf16",
+    units: Sequence[str] | None = None,
+    opaque: Sequence[str] = (),
+) -> GraphReport:
+    """How galv takes `model` apart: unit classes with their FLOPs and bytes, the chain, and what flows between units.
+
+    `print` shows it as a table; `to_json()` and `to_dot()` are for other programs. `micro_batch`: samples that are
+    counted for, as a GPU runs them. Other arguments as for `plan`. Raises ModelError when the model cannot be followed.
+    """
+    from galv.planner.capture import capture
+    from galv.planner.capture.report import report
+    from galv.planner.capture.source import resolve_model
+
+    if micro_batch < 1:
+        raise UsageError(f"the micro batch must be at least 1, not {micro_batch}")
+    source = resolve_model(model, example_inputs, seq_len=seq_len)
+    found = capture(source, precision=precision, units=units, opaque=opaque)
+    return report(found, micro_batch=micro_batch, seq_len=source.seq_len, precision=precision)
 
 
 def parallelize(model: nn.Module, plan: Plan, *, device: Any = None, seed: int = 0) -> ParallelModule:
@@ -141,6 +176,11 @@ def _cluster(cluster: str | ClusterProfile) -> ClusterProfile:
     return load_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
+def _check_name(kind: str, name: str, valid: Any) -> None:
+    if name not in get_args(valid):
+        raise UnknownName(kind, name, get_args(valid))
+
+
 def _request(
     cluster: ClusterProfile,
     global_batch: int,
@@ -155,6 +195,8 @@ def _request(
     for name, value in (("global batch", global_batch), ("sequence length", 1 if seq_len is None else seq_len)):
         if value < 1:
             raise UsageError(f"the {name} must be at least 1, not {value}")
+    _check_name("optimizer", optimizer, OptimizerName)
+    _check_name("precision", precision or "bf16", Precision)
     device = cluster.device
     chosen: Precision = precision or ("bf16" if device.kind == "cuda" and "bf16" in device.dtypes else "fp32")
     device.peak(chosen)
@@ -172,7 +214,8 @@ def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
     from galv.planner.capture.fingerprint import fingerprint_as
     from galv.planner.graph import UnitRef
 
-    return fingerprint_as(model, [UnitRef(unit.name, unit.unit_class, unit.modules) for unit in plan.units()])
+    units = [UnitRef(unit.name, unit.unit_class, unit.modules, unit.parameters) for unit in plan.units()]
+    return fingerprint_as(model, units)
 
 
 def _captured(
@@ -181,6 +224,8 @@ def _captured(
     cluster: ClusterProfile,
     request: Request,
     reporter: Reporter,
+    units: Sequence[str] | None,
+    opaque: Sequence[str],
 ) -> tuple[ModelSource, FactsPricer]:
     """The traced model, ready to be priced on `cluster`."""
     reporter.phase("tracing the model")
@@ -189,8 +234,14 @@ def _captured(
     from galv.planner.capture.source import resolve_model
 
     source = resolve_model(model, example_inputs, seq_len=request.seq_len)
-    graph = capture(source, precision=request.precision, device_kind=cluster.device.kind)
+    graph = capture(source, precision=request.precision, device_kind=cluster.device.kind, units=units, opaque=opaque)
+    beside = [name for unit in graph.units for name in unit.parameters]
+    if beside:
+        raise ModelError(
+            f"{', '.join(beside)} cannot be sharded: a parameter must lie in a module that one unit holds, and these "
+            "lie directly in a module around several units; put them, and their use, into a module of their own"
+        )
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "estimate", "parallelize", "plan"]
+__all__ = ["build_model", "estimate", "graph", "parallelize", "plan"]

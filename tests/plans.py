@@ -131,6 +131,7 @@ def hand_made_plan(
         cluster=Cluster(
             spec="cpu:test",
             device="cpu",
+            kind="cpu",
             devices_per_node=each[0].num_devices * len(sizes),
             num_nodes=1,
             memory_budget_bytes=2**33,

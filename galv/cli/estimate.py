@@ -20,7 +20,8 @@ SequenceParallel = Annotated[
     bool | None,
     typer.Option(
         "--sequence-parallel/--no-sequence-parallel",
-        help="Shard the activations between tensor-parallel regions along the sequence.",
+        help="Shard the activations between tensor-parallel regions along the sequence; default: where --tp is above 1 "
+        "and the model allows it.",
     ),
 ]
 RecomputeName = Annotated[options.Recompute, typer.Option("--recompute")]
@@ -47,6 +48,8 @@ def estimate(
     optimizer: options.OptimizerName = "adamw",
     memory: options.MemoryGib = None,
     inputs: options.Inputs = None,
+    units: options.Units = None,
+    opaque: options.Opaque = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -70,5 +73,7 @@ def estimate(
         precision=precision,
         optimizer=optimizer,
         memory=memory,
+        units=units,
+        opaque=opaque or (),
     )
     deliver(priced, output=output, as_json=as_json)

@@ -26,17 +26,17 @@ def read_plan(path: Path) -> Plan:
         raise PlanFileError(f"{path} is no plan that this galv can read: {error}") from error
 
 
-def check_writable(path: Path | None) -> None:
-    """Nothing, when a plan can be written to `path`. Raises UsageError before any work is spent otherwise."""
+def check_writable(path: Path | None, what: str = "the plan") -> None:
+    """Nothing, when `what` can be written to `path`. Raises UsageError before any work is spent otherwise."""
     if path is None:
         return
     folder = path.absolute().parent
     if path.is_dir():
-        raise UsageError(f"cannot write the plan to {path}: it is a folder; name a file in it")
+        raise UsageError(f"cannot write {what} to {path}: it is a folder; name a file in it")
     if not folder.is_dir():
-        raise UsageError(f"cannot write the plan to {path}: there is no folder {folder}")
+        raise UsageError(f"cannot write {what} to {path}: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write the plan to {path}: the folder {folder} is not writable")
+        raise UsageError(f"cannot write {what} to {path}: the folder {folder} is not writable")
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -45,3 +45,11 @@ def write_plan(plan: Plan, path: Path) -> None:
         plan.save(path)
     except OSError as error:
         raise UsageError(f"cannot write the plan to {path}: {error.strerror}") from error
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes `text` to `path`. Raises UsageError when the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror}") from error

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from galv.errors import RunError, UsageError
 
@@ -50,15 +51,54 @@ class Launcher:
 def launched_by(environment: Mapping[str, str]) -> Launcher | None:
     """The launcher that `environment` speaks of, or None in a process started by hand.
 
-    A Slurm batch script is not a rank, though Slurm tells it a process number: only `srun` sets a step.
+    A Slurm batch script is not a rank, though Slurm tells it a process number: only `srun` sets a step. Raises RunError
+    naming the variable that is missing or malformed.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return Launcher("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]), {})
+        return _checked(Launcher("torchrun", *_place(environment, "RANK", "WORLD_SIZE"), {}), environment)
     in_batch_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
-    world_size = int(environment.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" not in environment or world_size == 1 or in_batch_script:
+    if "SLURM_PROCID" not in environment or environment.get("SLURM_NTASKS", "1") == "1" or in_batch_script:
         return None
-    return Launcher("Slurm", int(environment["SLURM_PROCID"]), world_size, _from_slurm(environment))
+    rank, world_size = _place(environment, "SLURM_PROCID", "SLURM_NTASKS")
+    return _checked(Launcher("Slurm", rank, world_size, _from_slurm(environment)), environment)
+
+
+def _place(environment: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    """The rank and the number of ranks by those variables. Raises RunError when they cannot be meant."""
+    rank, world_size = _number(environment, rank_name), _number(environment, size_name)
+    if rank >= world_size:
+        raise RunError(
+            f"{rank_name} is {rank} and {size_name} is {world_size} in the environment: ranks count from 0, so "
+            f"{rank_name} must be less than {size_name}"
+        )
+    return rank, world_size
+
+
+def _number(environment: Mapping[str, str], name: str, default: str = "0") -> int:
+    """The whole number in the variable `name`. Raises RunError naming it when it holds anything else."""
+    text = environment.get(name, default)
+    if re.fullmatch(r"[0-9]{1,18}", text) is None:
+        raise RunError(
+            f"{name} is {text!r} in the environment, but it must be a whole number from 0; unset it to start the "
+            "ranks by `galv run` itself, or start by torchrun or srun, which set it"
+        )
+    return int(text)
+
+
+def _checked(launcher: Launcher, environment: Mapping[str, str]) -> Launcher:
+    """`launcher`, when torch.distributed finds all that its `env://` start reads. Raises RunError naming what not."""
+    complete = {**environment, **launcher.environment}
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not complete.get(name)]
+    if missing:
+        _say_once(
+            launcher.rank,
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not: "
+            "the ranks would not find each other; set it, start by torchrun, or unset RANK to start them here",
+        )
+    _number(complete, "LOCAL_RANK")
+    if not 0 < _number(complete, "MASTER_PORT") < 2**16:
+        _say_once(launcher.rank, f"MASTER_PORT is {complete['MASTER_PORT']} in the environment, but a port is 1 to 65535")
+    return launcher
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -70,7 +110,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(nodes),
         # A port of its own for every job, so that two jobs on one node do not meet.
-        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 10000),
+        "MASTER_PORT": str(20000 + _number(environment, "SLURM_JOB_ID") % 10000),
     }
     return {name: value for name, value in found.items() if name not in environment}
 
@@ -87,14 +127,19 @@ def check_world_size(given: int, needed: int, *, source: str, rank: int = 0) -> 
     """Nothing when `given` ranks are what the plan needs; otherwise raises RunError on rank 0 and exits elsewhere."""
     if given == needed:
         return
-    if rank != 0:
-        # Every rank finds the same fault. Rank 0 says it; the others leave after it, lest the launcher stop it first.
-        time.sleep(2)
-        sys.exit(2)
-    raise RunError(
+    _say_once(
+        rank,
         f"the plan runs on {needed} ranks, but {source} gives {given}; "
-        f"start {needed}, or plan again for a cluster of {given}"
+        f"start {needed}, or plan again for a cluster of {given}",
     )
+
+
+def _say_once(rank: int, message: str) -> NoReturn:
+    """Raises RunError on rank 0. Every rank finds the same fault; the others leave after it, lest it be stopped."""
+    if rank != 0:
+        time.sleep(2)  # the launcher ends all ranks when one leaves
+        sys.exit(2)
+    raise RunError(message)
 
 
 def become(task: Task, launcher: Launcher) -> None:
@@ -107,7 +152,7 @@ def become(task: Task, launcher: Launcher) -> None:
 # ----------------------------------------------------------------------------------------------- starting ranks
 
 
-def start_ranks(task: Task, num_ranks: int) -> int:
+def start_ranks(task: Task, num_ranks: int, *, on_gpus: bool) -> int:
     """The exit status of `num_ranks` ranks on this machine: 0, or that of the rank that failed first."""
     os.environ["GALV_PLAN"] = str(task.plan)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
@@ -115,9 +160,12 @@ def start_ranks(task: Task, num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    _check_devices(num_ranks)
+    check_devices(num_ranks, on_gpus=on_gpus)
     logging.disable(logging.ERROR)
     flags = ["--standalone", "--nproc-per-node", str(num_ranks), *(["--module"] if task.is_module else [])]
+    # torchrun passes on the signals that it handles. Ctrl-C instead ends the ranks as it closes, by SIGTERM: as an
+    # interrupt each rank would answer it with a traceback.
+    flags += ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT"]
     try:
         run(parse_args([*flags, task.program, *task.arguments]))
     except ChildFailedError as error:
@@ -125,13 +173,21 @@ def start_ranks(task: Task, num_ranks: int) -> int:
         return _status(rank, failure.exitcode, quiet=task.is_module)
     except SignalException as error:
         return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
-def _check_devices(num_ranks: int) -> None:
+def check_devices(num_ranks: int, *, on_gpus: bool) -> None:
+    """Nothing, when this machine has the devices of a plan. Raises UsageError saying where it could run."""
     import torch
 
     present = torch.cuda.device_count()
+    if on_gpus and not present:
+        raise UsageError(
+            f"the plan is for {num_ranks} GPUs, and this machine has none; run it where they are, or plan for "
+            f"--cluster cpu:{min(num_ranks, os.cpu_count() or 1)}x1 to train here"
+        )
     if 0 < present < num_ranks:
         raise UsageError(
             f"the plan runs on {num_ranks} ranks, but this machine has {present} GPUs; "

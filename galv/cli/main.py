@@ -6,6 +6,7 @@ passes on the status of the rank that failed first. Anything else is a fault of 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,6 +15,7 @@ import typer
 
 from galv import __version__
 from galv.cli.estimate import estimate
+from galv.cli.graph import graph
 from galv.cli.plan import plan
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
@@ -28,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(estimate)
+app.command()(graph)
 app.command()(show)
 app.command(cls=RunCommand)(run)
 
@@ -46,6 +49,8 @@ def galv(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line `arguments` (the process's own by default) and leaves the process with its status."""
+    # Not one of a person's models to debug: its libraries' remarks are noise around the answer.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.exit(_status(arguments))
 
 

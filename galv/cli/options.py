@@ -56,6 +56,22 @@ Inputs = Annotated[
         help="Returns a factory model's example inputs, given a microbatch size.",
     ),
 ]
+Units = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--units",
+        metavar="PATTERN",
+        help="Modules that are to be units, such as 'encoder.stages.*'; repeatable. Default: found by structure.",
+    ),
+]
+Opaque = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--opaque",
+        metavar="PATTERN",
+        help="Modules that are not traced: each is one unit that every device holds whole; repeatable.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN.JSON", help="Write the plan to this file.")
 ]

@@ -17,6 +17,8 @@ def plan(
     optimizer: options.OptimizerName = "adamw",
     memory: options.MemoryGib = None,
     inputs: options.Inputs = None,
+    units: options.Units = None,
+    opaque: options.Opaque = None,
     output: options.Output = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -34,6 +36,8 @@ def plan(
             precision=precision,
             optimizer=optimizer,
             memory=memory,
+            units=units,
+            opaque=opaque or (),
             reporter=reporter,
         )
     deliver(found, output=output, as_json=as_json)

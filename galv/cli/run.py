@@ -52,7 +52,10 @@ NumProcesses = Annotated[
     int | None,
     typer.Option("--nproc", min=1, metavar="N", help="Ranks to start here; must be the plan's number of devices."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the weights and tokens without SCRIPT.")]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Of the weights and tokens without SCRIPT."),
+]
 
 
 def run(
@@ -62,13 +65,14 @@ def run(
 
     Starts the plan's ranks on this machine; inside torchrun or Slurm, is one of them.
     """
-    num_devices = read_plan(plan).num_devices
+    cluster = read_plan(plan).cluster
+    num_devices = cluster.num_devices
     task = _task(plan.absolute(), script or [], steps, seed)
     launcher = launched_by(os.environ)
     if nproc is not None:
         check_world_size(nproc, num_devices, source="--nproc")
     if launcher is None:
-        raise typer.Exit(start_ranks(task, num_devices))
+        raise typer.Exit(start_ranks(task, num_devices, on_gpus=cluster.kind == "cuda"))
     check_world_size(launcher.world_size, num_devices, source=launcher.name, rank=launcher.rank)
     become(task, launcher)
 

@@ -45,6 +45,8 @@ def main() -> None:
         _refuse(store, str(error))
     except torch.OutOfMemoryError as error:
         _refuse(store, f"out of memory: {error}\nPlan again with a smaller --memory than {options.plan} was made for")
+    except KeyboardInterrupt:
+        os._exit(130)  # whoever interrupts torchrun interrupts every rank
     except Exception:
         time.sleep(0.2)  # a rank that leaves says so before it closes its connections
         if _num_refusals(store, more=0) > 0:

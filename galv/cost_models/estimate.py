@@ -23,9 +23,10 @@ class StageSeconds:
     backward_seconds: float
     step_seconds: float
 
-    def total(self, num_microbatches: int) -> float:
-        """Busy seconds of one step."""
-        return num_microbatches * (self.forward_seconds + self.backward_seconds) + self.step_seconds
+    def weighted(self, weights: tuple[float, float, float]) -> float:
+        """The sum of the three with these weights; (m, m, 1) gives the busy seconds of a step of m microbatches."""
+        forward, backward, step = weights
+        return forward * self.forward_seconds + backward * self.backward_seconds + step * self.step_seconds
 
 
 def pipeline_seconds(
@@ -78,9 +79,15 @@ def estimate_plan(
         model_flops=model_flops,
         peak_bytes=peaks,
         fits=max(peaks) <= budget_bytes,
-        breakdown=min(details, key=lambda stage: stage.time.bubble_seconds).time,
+        breakdown=_mean([stage.time for stage in details]),
         stages=details,
     )
+
+
+def _mean(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
+    """The mean of every part; all stages have equally many devices."""
+    parts = TimeBreakdown.model_fields
+    return TimeBreakdown(**{part: sum(getattr(time, part) for time in times) / len(times) for part in parts})
 
 
 def _stage_estimate(
@@ -107,7 +114,7 @@ def _unit_estimate(cost: UnitCost, rounds: int, in_flight: int) -> UnitEstimate:
     return UnitEstimate(
         compute_seconds=rounds * cost.compute_seconds,
         communication_seconds=rounds * cost.exposed_seconds + cost.step_exposed_seconds,
-        parameters_bytes=round(cost.states.total_bytes),
+        state_bytes=round(cost.states.total_bytes),
         activations_bytes=round(in_flight * cost.activation_bytes),
     )
 

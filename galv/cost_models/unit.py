@@ -149,8 +149,18 @@ class UnitPricer:
         if self.setting.pp == 1:
             return 0.0
         stride = self.cluster.num_devices // self.setting.pp
-        crossing = max(self._class(name).facts.output_bytes for name in self.graph.classes)
+        crossing = max(self._class(name).facts.output_bytes for name in self.graph.classes) + self._carried_bytes()
         return p2p_seconds(crossing, stride, self.cluster)
+
+    def _carried_bytes(self) -> float:
+        """The most that a cut sends beside the largest tensor that crosses it: skips, an encoder's output."""
+        most = 0.0
+        if all(edge.consumers[-1] == edge.producer + 1 for edge in self.graph.edges):
+            return most
+        for border in range(1, len(self.graph.units)):
+            sizes = [e.num_bytes(self.setting.microbatch) for e in self.graph.edges if e.crosses(border)]
+            most = max(most, sum(sizes) - max(sizes, default=0.0))
+        return most
 
     def price(
         self, unit_class: str, zero: int, recompute: Recompute, *, tied_copy: bool = False, ddp: bool = False
@@ -313,7 +323,16 @@ class _DataParallel:
     step: float = 0.0
 
 
+ATTENTION_BACKWARD_SHARE = 0.8
+"""Of what fused attention does backward: two products for each forward one, without the scores that it forms again."""
+
+
 def total_flops(graph: ModelGraph, num_samples: int) -> float:
-    """FLOPs of forward and backward of the whole model for `num_samples` samples, nothing recomputed."""
+    """Model FLOPs of forward and backward for `num_samples` samples: nothing recomputed, not even inside attention."""
     facts = {name: graph.source.facts(name, None, num_samples) for name in graph.classes}
-    return sum(n * (facts[name].forward_flops + facts[name].backward_flops) for name, n in graph.counts.items())
+    return sum(n * sum(_model_flops(op) for op in facts[name].operators) for name, n in graph.counts.items())
+
+
+def _model_flops(op: Operator) -> float:
+    again = op.kind == "attention" and op.phase == "backward"
+    return op.flops * (ATTENTION_BACKWARD_SHARE if again else 1.0)

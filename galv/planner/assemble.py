@@ -63,6 +63,7 @@ def assemble(
         estimate=estimate(priced, solution, request),
         alternatives=alternatives,
         search=search,
+        notes=graph.notes,
     )
 
 
@@ -123,7 +124,13 @@ def _costs(priced: PricedTable, solution: Solution) -> Iterator[list[tuple[UnitR
 
 
 def _unit(ref: UnitRef, option: Option) -> Unit:
-    return Unit(name=ref.name, unit_class=ref.unit_class, modules=ref.modules, strategy=option.strategy)
+    return Unit(
+        name=ref.name,
+        unit_class=ref.unit_class,
+        modules=ref.modules,
+        strategy=option.strategy,
+        parameters=ref.parameters,
+    )
 
 
 def _model(graph: ModelGraph, source: str | None, inputs_source: str | None) -> Model:
@@ -143,6 +150,7 @@ def _cluster(cluster: ClusterProfile, request: Request) -> Cluster:
     return Cluster(
         spec=cluster.spec,
         device=cluster.device.name,
+        kind=cluster.device.kind,
         devices_per_node=cluster.devices_per_node,
         num_nodes=cluster.num_nodes,
         memory_budget_bytes=request.budget_bytes,

@@ -78,14 +78,18 @@ class Layout:
             raise UsageError("sequence sharding 'megatron' needs tp > 1")
         if self.schedule == "none" and self.pp > 1:
             raise UsageError(f"pp {self.pp} needs a schedule: 1f1b or gpipe")
+        if self.schedule not in (None, "none") and self.pp == 1:
+            raise UsageError(f"the schedule {self.schedule} is for a pipeline; give pp > 1 with it")
 
-    def candidate(self, cluster: ClusterProfile, request: Request) -> Candidate:
-        """The layout in the search's terms."""
+    def candidate(self, shared: FactsPricer, request: Request) -> Candidate:
+        """The layout in the search's terms: sequence-sharded when that is left open and the model allows it."""
+        cluster = shared.cluster
         dp = self.dp(cluster)
+        possible = self.tp > 1 and exclusion(shared, self.tp, "megatron") is None
         setting = setting_for(
             request,
             tp=self.tp,
-            sequence=self.sequence or ("megatron" if self.tp > 1 else "none"),
+            sequence=self.sequence or ("megatron" if possible else "none"),
             dp=dp,
             pp=self.pp,
             num_microbatches=request.global_batch // (dp * self.micro_batch),
@@ -100,7 +104,7 @@ def priced_by_hand(
     num_units = len(shared.graph.units)
     if layout.pp > num_units:
         raise UsageError(f"pp {layout.pp} needs as many units; {shared.graph.name} has {num_units}")
-    candidate = layout.candidate(shared.cluster, request)
+    candidate = layout.candidate(shared, request)
     reason = exclusion(shared, candidate.setting.tp, candidate.setting.sequence)
     if reason is not None:
         raise UsageError(f"this model cannot be split so: {reason}")

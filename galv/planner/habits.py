@@ -25,7 +25,7 @@ def alternatives(shared: FactsPricer, found: Sequence[Candidate], budget_bytes: 
 
     def megatron(candidate: Candidate) -> bool:
         setting = candidate.setting
-        return setting.pp == 1 and setting.tp == node > 1 and setting.sequence == "megatron"
+        return setting.pp == 1 and setting.tp == node > 1
 
     def pipeline(candidate: Candidate) -> bool:
         return candidate.setting.pp > 1 and candidate.setting.tp == 1
@@ -50,18 +50,20 @@ def _alternative(
     except NoFeasiblePlan as error:
         needed = "" if error.smallest_budget_bytes is None else f": needs {gib(error.smallest_budget_bytes)} GiB"
         reason = f"does not fit{needed} of {gib(budget_bytes)}"
-        return Alternative(name=name, layout=f"zero {zero}, whatever the rest", step_seconds=None, reason=reason)
+        return Alternative(name=name, layout=f"zero {zero}", step_seconds=None, reason=reason)
     except GalvError as error:
         return Alternative(name=name, layout="", step_seconds=None, reason=str(error))
-    layout = f"{describe(answer.priced.candidate)}, zero {zero}"
+    levels = [choice.strategy.zero for _, picks in answer.solution.stages[0].picks for choice, _ in picks]
+    layout = f"{describe(answer.priced.candidate)}, zero {max(levels)}"
     return Alternative(name=name, layout=layout, step_seconds=answer.solution.step_seconds, reason="")
 
 
 def _absence(shared: FactsPricer, name: str) -> str:
     node = shared.cluster.devices_per_node
     if name.startswith("TP") and node > 1:
-        reason = exclusion(shared, node, "megatron")
-        return reason or "the global batch does not divide"
+        return exclusion(shared, node, "none") or "the global batch does not divide among its data-parallel groups"
     if name.startswith("TP"):
         return "one device a node"
-    return "the global batch or the model does not divide so"
+    if name == "PP":
+        return "no pipeline degree suits the devices, the units and the global batch"
+    return f"the global batch does not divide among {shared.cluster.num_devices} data-parallel groups"

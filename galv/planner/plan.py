@@ -1,147 +1,35 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
-This module decides nothing and imports nothing of galv but its own printed face. It says what a plan *is*: which units
-form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor axis, the training set-up
-that the plan was made for, what it was estimated to cost, and the fingerprint of the model it belongs to. `planner`
-writes plans, `runtime` reads them.
+This module decides nothing and imports nothing of galv but its layouts and its own printed face. It says what a plan
+*is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor axis, the
+training set-up that the plan was made for, what it was estimated to cost, and the fingerprint of the model it belongs
+to. `planner` writes plans, `runtime` reads them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from galv.planner.layout import Frozen as Frozen
+from galv.planner.layout import Layout as Layout
+from galv.planner.layout import LocalArgument as LocalArgument
+from galv.planner.layout import ModuleLayout as ModuleLayout
+from galv.planner.layout import Redistribution as Redistribution
+from galv.planner.layout import SequenceMode as SequenceMode
+from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
+from galv.planner.layout import absolute_name as absolute_name
 
 SCHEMA_VERSION: Final = 1
 
-SequenceMode = Literal["none", "megatron"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["none", "gpipe", "1f1b"]
-
-
-class Frozen(BaseModel):
-    """A value: immutable, comparable, closed to unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-# ----------------------------------------------------------------------------------------------- placements
-
-
-_LAYOUT = re.compile(r"R\+?|P|S(\d+)(x[1-9]\d*)?")
-
-
-class Layout(Frozen):
-    """How one tensor lies on the tensor axis, in a plan's short spelling.
-
-    `R`    the same on every rank, and so is its gradient
-    `R+`   the same on every rank, while each rank holds only a *summand* of its gradient (inside a tensor-parallel
-           region, where every rank uses the value for its own share of the work)
-    `S1`   cut along tensor dim 1, the parts in rank order
-    `S1x3` cut along dim 1 chunk by chunk: the dim is made of 3 equal chunks (a fused q|k|v projection) and each rank
-           holds its part of every chunk
-    `P`    each rank holds a summand; the gradient is the same on every rank
-    """
-
-    kind: Literal["R", "R+", "S", "P"]
-    dim: int | None = None
-    chunks: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """The layout spelled by `text`. Raises ValueError for any other text."""
-        match = _LAYOUT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no layout; spell it R, R+, P, S<dim> or S<dim>x<chunks>")
-        if not text.startswith("S"):
-            return cls(kind=text)
-        return cls(kind="S", dim=int(match[1]), chunks=int((match[2] or "x1")[1:]))
-
-    def __str__(self) -> str:
-        if self.kind != "S":
-            return self.kind
-        return f"S{self.dim}" + (f"x{self.chunks}" if self.chunks > 1 else "")
-
-
-def _read_layout(value: Any) -> Any:
-    return Layout.parse(value) if isinstance(value, str) else value
-
-
-TextLayout = Annotated[Layout, BeforeValidator(_read_layout), PlainSerializer(str, return_type=str)]
-
-
-class Redistribution(Frozen):
-    """A change of layout at the border of a module: `source` as the value arrives, `target` as it leaves.
-
-    The pair fixes the collectives of both directions: S→R+ gathers forward and reduce-scatters backward, R→R+ does
-    nothing forward and all-reduces backward, P→R all-reduces forward, P→S reduce-scatters forward and gathers
-    backward, S→R gathers forward and cuts backward, R→S cuts forward and gathers backward.
-    """
-
-    source: TextLayout
-    target: TextLayout
-
-
-class ModuleLayout(Frozen):
-    """What the runtime applies to one module of a unit on the tensor axis."""
-
-    module: str
-    """Name within the unit, see `absolute_name`."""
-    parameters: dict[str, Redistribution] = {}
-    """Own parameters (no dots): `source` as stored (R or S), `target` as used: S→S a shard, R→R+ a replicated weight
-    of which each rank sees its share of the gradient, R→P a bias that is added to a partial sum."""
-    inputs: dict[str, Redistribution] = {}
-    """By position ("0") or keyword name."""
-    outputs: dict[str, Redistribution] = {}
-    """By position in a tuple; "0" also for a single tensor. `source` is how the local computation leaves it."""
-
-
-def absolute_name(modules: tuple[str, ...], relative: str) -> str:
-    """The fully qualified name of `relative`, a module or parameter named within a unit that owns `modules`.
-
-    A unit with one module names things relative to it ("self_attn.q_proj", "" for the module itself); a unit with
-    several puts the module's position first ("1.weight", "0" for the first module itself).
-    """
-    if len(modules) == 1:
-        return ".".join(part for part in (modules[0], relative) if part)
-    index, _, rest = relative.partition(".")
-    return ".".join(part for part in (modules[int(index)], rest) if part)
-
-
-class LocalArgument(Frozen):
-    """A size written as a constant in the user's forward that must shrink on a shard (`x.split(768)` → `x.split(384)`).
-
-    `function` is the tensor function's name (`split`, `view`, `reshape`), `occurrence` counts its calls within one
-    forward of `module` (calls inside submodules not counted) from 0, and `arguments` maps positions among the call's
-    integer arguments (positional, then keyword, sequences and slices flattened, the tensors left out) to their local
-    values.
-    """
-
-    module: str
-    function: str
-    occurrence: int
-    arguments: dict[int, int]
-
-
-class TensorParallelLayout(Frozen):
-    """The placements of one unit class at one tensor-parallel degree and sequence mode.
-
-    Every module computes on local tensors; tensors change layout only at module borders. A unit takes and gives its
-    activations as R, or as S1 when it is a repeated block and `sequence` is `megatron`; where neighbours differ, the
-    runtime redistributes between them. Inputs other than the activation (masks, position embeddings) arrive as R.
-    """
-
-    unit_class: str
-    degree: int
-    sequence: SequenceMode
-    modules: tuple[ModuleLayout, ...]
-    local_arguments: tuple[LocalArgument, ...] = ()
 
 
 # ----------------------------------------------------------------------------------------------- the plan's parts
@@ -181,7 +69,7 @@ class Strategy(Frozen):
             parts.append(f"dp{self.dp}" + (f" zero{self.zero}" if self.zero else ""))
         if self.recompute != "none":
             parts.append(f"{self.recompute} recompute")
-        return " ".join(parts) or "one device"
+        return " ".join(parts) or "undivided"
 
 
 class Unit(Frozen):
@@ -192,11 +80,17 @@ class Unit(Frozen):
     modules: tuple[str, ...]
     """Fully qualified names of the modules that hold its parameters: one repeated block, or the few around them."""
     strategy: Strategy
+    parameters: tuple[str, ...] = ()
+    """Parameters that it holds beside them: those that lie directly in a module around units."""
 
     @property
     def is_block(self) -> bool:
         """Whether it is a repeated block, not what stands around the blocks."""
-        return self.name not in ("embedding", "head")
+        return self.name not in ("embedding", "head") and " " not in self.name
+
+    @property
+    def is_opaque(self) -> bool:  # never traced
+        return self.name.startswith("opaque ")
 
     @property
     def activation(self) -> Layout:
@@ -274,6 +168,8 @@ class Cluster(Frozen):
     spec: str
     """CLUSTER as given on the command line."""
     device: str
+    kind: Literal["cuda", "cpu"]
+    """What torch calls such a device."""
     devices_per_node: int
     num_nodes: int
     memory_budget_bytes: int
@@ -333,7 +229,7 @@ class UnitEstimate(Frozen):
 
     compute_seconds: float
     communication_seconds: float
-    parameters_bytes: int
+    state_bytes: int
     """Parameters, gradients and optimizer state."""
     activations_bytes: int
     """All microbatches in flight at the peak."""
@@ -355,14 +251,15 @@ class Estimate(Frozen):
     tokens_per_second: float
     """Samples per second where a sample has no tokens."""
     mfu: float
-    """Model FLOPs (no recomputation) over what the devices could do at their peak rate."""
+    """Model FLOPs over what the devices could do at their peak rate."""
     model_flops: float
-    """Forward and backward of one global batch."""
+    """Forward and backward of one global batch: matrix products once forward and twice backward, attention with all its
+    scores, nothing recomputed."""
     peak_bytes: tuple[int, ...]
     """One a stage: its fullest device."""
     fits: bool
     breakdown: TimeBreakdown
-    """Of the stage that works longest."""
+    """The mean over all devices."""
     stages: tuple[StageEstimate, ...]
 
 
@@ -405,6 +302,8 @@ class Plan(Frozen):
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
     """None for a layout given by hand."""
+    notes: tuple[str, ...] = ()
+    """What a person should know before training: where the model itself makes parallel training differ."""
 
     # -- questions
 

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _HEADINGS = ("stage", "units", "strategy", "compute", "exposed", "bubble", "peak GiB")
+_LEGEND = "seconds of one step, all microbatches; exposed: communication that no computation hides"
 
 
 def render(plan: Plan) -> str:
     """The plan as a table for people: set-up, stages, totals, habitual alternatives, what the search did."""
-    parts = [_setup(plan), _stages(plan), _totals(plan), _alternatives(plan), _search(plan)]
+    parts = [_setup(plan), _stages(plan), _totals(plan), _alternatives(plan), _search(plan), _notes(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -32,6 +33,14 @@ def gib(num_bytes: float) -> str:
     """`num_bytes` in GiB, with the digits that matter."""
     value = num_bytes / GIB
     return f"{value:.{_gib_digits(value)}f}"
+
+
+def size(num_bytes: float) -> str:
+    """`num_bytes` with three significant digits and a unit that suits: 74.6 GiB, 31.0 MiB, 512 KiB."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.{_decimals(num_bytes / scale)}f} {unit}"
+    return f"{num_bytes:.0f}"
 
 
 def gib_enough(num_bytes: float) -> str:
@@ -65,8 +74,8 @@ def _setup(plan: Plan) -> str:
     sample = f"sequence {training.seq_len:,}, " if training.seq_len else ""
     nodes = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
     batch = (
-        f"global batch {training.global_batch:,} = {plan.micro_batch} x {training.num_microbatches} "
-        f"microbatches x {plan.data_parallel_degree} data-parallel"
+        f"global batch {training.global_batch:,} = {plan.data_parallel_degree} data-parallel x "
+        f"{training.num_microbatches} microbatches x {plan.micro_batch}"
     )
     pipeline = plan.pipeline
     stages = f", pipeline of {pipeline.degree} ({pipeline.schedule})" if pipeline.degree > 1 else ""
@@ -81,7 +90,7 @@ def _stages(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for index, (stage, estimate) in enumerate(zip(plan.stages, plan.estimate.stages, strict=True)):
         rows += _stage_rows(index, stage.units, estimate, plan.cluster.memory_budget_bytes)
-    return _table(rows, right=(3, 4, 5, 6))
+    return f"{_table(rows, right=(3, 4, 5, 6))}\n({_LEGEND})"
 
 
 def _stage_rows(
@@ -123,12 +132,13 @@ def _totals(plan: Plan) -> str:
         ("bubble", time.bubble_seconds),
         ("optimizer", time.optimizer_seconds),
     )
+    mean = " (mean of the stages)" if len(plan.stages) > 1 else ""
     busiest = max(estimate.stages, key=lambda stage: stage.memory.total_bytes)
     rate = f"{estimate.tokens_per_second:,.0f} {what}   MFU {100 * estimate.mfu:.1f} %"
     lines = [
         f"step {seconds(estimate.step_seconds)}   {rate}",
-        "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares),
-        f"memory {_memory(busiest)} GiB",
+        "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares) + mean,
+        f"memory {_memory(busiest)}" + (" (at the peak of the fullest stage)" if len(plan.stages) > 1 else ""),
     ]
     if not estimate.fits:
         worst = max(estimate.peak_bytes)
@@ -146,7 +156,7 @@ def _memory(stage: StageEstimate) -> str:
         ("working", memory.working_bytes),
         ("reserved", memory.reserved_bytes),
     )
-    return ", ".join(f"{name} {gib(value)}" for name, value in parts)
+    return ", ".join(f"{name} {size(value)}" for name, value in parts)
 
 
 def _alternatives(plan: Plan) -> str:
@@ -160,15 +170,24 @@ def _alternatives(plan: Plan) -> str:
 def _alternative_row(item: Alternative, best_seconds: float) -> tuple[str, ...]:
     if item.step_seconds is None:
         return (item.name, item.layout or "-", "-", item.reason)
-    percent = 100 * (item.step_seconds / best_seconds - 1)
-    return (item.name, item.layout, seconds(item.step_seconds), "equal" if abs(percent) < 0.05 else f"{percent:+.1f} %")
+    return (item.name, item.layout, seconds(item.step_seconds), _against(item.step_seconds / best_seconds))
+
+
+def _against(ratio: float) -> str:
+    if ratio >= 2:
+        return f"{ratio:.1f} times as long"
+    return "equal" if abs(ratio - 1) < 0.0005 else f"{100 * (ratio - 1):+.1f} %"
 
 
 def _search(plan: Plan) -> str:
     if plan.search is None:
         return ""
-    proof = "proven optimal" if plan.search.proven_optimal else f"at most {100 * plan.search.gap:.2f} % from optimal"
+    proof = "proven optimal" if plan.search.proven_optimal else f"at most {100 * plan.search.gap:.2g} % from optimal"
     return f"searched {plan.search.candidates:,} layouts in {plan.search.seconds:.1f} s: {proof} in the searched space"
+
+
+def _notes(plan: Plan) -> str:
+    return "\n".join(f"note: {note}" for note in plan.notes)
 
 
 def _table(rows: Sequence[Sequence[str]], *, right: Iterable[int]) -> str:

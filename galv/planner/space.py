@@ -78,8 +78,9 @@ def zero_levels(dp: int) -> tuple[int, ...]:
 
 def recompute_levels(graph: ModelGraph, unit_class: str) -> tuple[Recompute, ...]:
     """What a unit class can recompute: only a unit that is one module can run its forward again."""
-    is_block = next(unit for unit in graph.units if unit.unit_class == unit_class).name not in ("embedding", "head")
-    return RECOMPUTE_LEVELS if is_block and len(graph.units) > 1 else ("none",)
+    unit = next(unit for unit in graph.units if unit.unit_class == unit_class)
+    is_module = len(unit.modules) == 1 and not unit.parameters and unit.name not in ("embedding", "head")
+    return RECOMPUTE_LEVELS if is_module and len(graph.units) > 1 else ("none",)
 
 
 def tensor_degrees(stage_devices: int, cluster: ClusterProfile) -> list[int]:
@@ -88,9 +89,7 @@ def tensor_degrees(stage_devices: int, cluster: ClusterProfile) -> list[int]:
 
 
 def _settings(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> Iterator[Setting]:
-    for pp in divisors(cluster.num_devices):
-        if pp > len(graph.units):
-            continue
+    for pp in _pipeline_degrees(graph, cluster):
         for tp in tensor_degrees(cluster.num_devices // pp, cluster):
             dp = cluster.num_devices // (pp * tp)
             if request.global_batch % dp:
@@ -116,11 +115,16 @@ def setting_for(
     )
 
 
+def _pipeline_degrees(graph: ModelGraph, cluster: ClusterProfile) -> list[int]:
+    """Divisors of the devices; only 1 for a model that cannot be cut."""
+    most = 1 if graph.no_pipeline else len(graph.units)
+    return [pp for pp in divisors(cluster.num_devices) if pp <= most]
+
+
 def _no_candidate(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> str:
     groups = {
         cluster.num_devices // (pp * tp)
-        for pp in divisors(cluster.num_devices)
-        if pp <= len(graph.units)
+        for pp in _pipeline_degrees(graph, cluster)
         for tp in tensor_degrees(cluster.num_devices // pp, cluster)
     }
     least = min(groups)

@@ -87,7 +87,7 @@ class ParallelModule(nn.Module):
         weights = microbatch_weights(counts.to(self.device), meshes.data_group, meshes.data_degree)
         loss = self._scaled_step(batch, microbatches, weights)
         dist.all_reduce(loss, group=meshes.data_group)
-        return loss / meshes.data_degree
+        return loss.detach() / meshes.data_degree
 
     def _scaled_step(self, batch: dict[str, Any], microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
         """`_step`, with half-precision gradients kept in range."""

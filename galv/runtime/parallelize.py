@@ -46,6 +46,8 @@ def parallelize(
     model's, when known) or when it has a tensor that cannot be initialized.
     """
     _check_model(model, plan, fingerprint)
+    # A cache of keys and values serves generation only; a block that is recomputed would append to it twice.
+    _without_cache(model)
     place = join_world(plan, device)
     here = _here(model, plan, glue, Meshes(plan, place.type), place)
     # Every rank still has the whole model, on whatever device.
@@ -129,6 +131,13 @@ def _check_model(model: nn.Module, plan: Plan, fingerprint: str | None) -> None:
         raise ModelError(
             f"the plan was made for another model than this {type(model).__name__}: {plan.model.name} has {what}"
         )
+
+
+def _without_cache(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", None) is True:
+            config.use_cache = False
 
 
 # ----------------------------------------------------------------------------------------------- steps

@@ -113,6 +113,8 @@ class _Cut:
 
     def _stage(self, node: fx.Node, module_stages: dict[str, int]) -> int | None:
         before = max((s for source in node.all_input_nodes if (s := self.stages[source]) is not None), default=None)
+        if node.op == "get_attr" and str(node.target) in module_stages:
+            return module_stages[str(node.target)]
         if node.op != "call_module":
             return 0 if before is None and _is_random(node) else before
         stage = module_stages.get(str(node.target))
@@ -205,7 +207,10 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _attach_tensor(stage: nn.Module, name: str, model: nn.Module, glue: fx.GraphModule, device: torch.device) -> None:
-    """Makes a buffer of the model, or a constant of the glue, known as `stage.<name>`."""
+    """Makes a buffer or parameter of the model, or a constant of the glue, known as `stage.<name>`."""
+    if name in dict(model.named_parameters()):
+        _holder(stage, name.rpartition(".")[0]).register_parameter(name.rpartition(".")[2], model.get_parameter(name))
+        return
     if name not in dict(model.named_buffers()):
         stage.register_buffer(name, getattr(glue, name).to(device), persistent=False)
         return
@@ -233,13 +238,18 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
 
 
 def module_stages(plan: Plan) -> dict[str, int]:
-    """The stage of each module that a unit owns."""
-    return {module: index for index, stage in enumerate(plan.stages) for unit in stage.units for module in unit.modules}
+    """The stage of each module, and of each parameter beside modules, that a unit owns."""
+    return {
+        name: index
+        for index, stage in enumerate(plan.stages)
+        for unit in stage.units
+        for name in (*unit.modules, *unit.parameters)
+    }
 
 
 def stage_of(parameter: str, stages: dict[str, int]) -> int:
     """The stage, among those of `module_stages`, that holds `parameter`."""
-    return next(stage for module, stage in stages.items() if parameter.startswith(f"{module}."))
+    return next(stage for name, stage in stages.items() if parameter == name or parameter.startswith(f"{name}."))
 
 
 def _tied_copies(plan: Plan, stage_index: int) -> frozenset[str]:

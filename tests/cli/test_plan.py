@@ -18,6 +18,7 @@ WORDS = ("m.json", "--cluster", "cpu:2x1", "--seq-len", "16", "--global-batch", 
 def test_plan_passes_its_options_on(run_galv: Galv, fake_api: FakeApi) -> None:
     """Every option of `galv plan` reaches the API under its own name."""
     more = ("--precision", "fp16", "--optimizer", "sgd", "--memory", "1.5", "--inputs", "a.b:c")
+    more += ("--units", "a.*", "--units", "b", "--opaque", "c")
 
     assert run_galv("plan", *WORDS, *more).status == 0
     asked = dict(fake_api.asked or {})
@@ -31,6 +32,8 @@ def test_plan_passes_its_options_on(run_galv: Galv, fake_api: FakeApi) -> None:
         "precision": "fp16",
         "optimizer": "sgd",
         "memory": 1.5,
+        "units": ["a.*", "b"],
+        "opaque": ["c"],
     }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from galv.cli import run as run_command
-from galv.cli.launch import Task, first_host, launched_by
+from galv.cli.launch import Task, check_devices, first_host, launched_by
+from galv.errors import UsageError
 from tests.cli.conftest import Galv
 
 REPORT = """
@@ -34,7 +35,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Task, int]]:
     """The tasks and rank numbers that `galv run` would have started torchrun with."""
     calls: list[tuple[Task, int]] = []
 
-    def record(task: Task, num_ranks: int) -> int:
+    def record(task: Task, num_ranks: int, *, on_gpus: bool) -> int:
+        assert not on_gpus
         calls.append((task, num_ranks))
         return 0
 
@@ -223,3 +225,12 @@ def test_an_interrupt_ends_the_ranks(plan_file: Path, script: Path) -> None:
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+def test_a_plan_for_gpus_is_not_started_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without GPUs a plan for GPUs is refused, with the cluster that would run here."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+    with pytest.raises(UsageError, match=r"this machine has none.*--cluster cpu:"):
+        check_devices(8, on_gpus=True)
+    check_devices(8, on_gpus=False)

@@ -184,6 +184,7 @@ def test_habits_are_priced_or_say_why_not() -> None:
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"pp": 0}, "at least 1"),
         ({"pp": 2, "schedule": "none"}, "needs a schedule"),
+        ({"schedule": "gpipe"}, "is for a pipeline"),
         ({"sequence": "megatron"}, "needs tp > 1"),
     ],
 )

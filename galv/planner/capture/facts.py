@@ -22,14 +22,25 @@ _HELD_KINDS = ("matmul", "attention")
 """Operators whose outputs selective recompute keeps."""
 
 
+NOTHING = UnitFacts((), 0, 0, 0, 0, 0, 0, input_is_saved=False)
+"""The facts of a unit that is never used."""
+
+
 def block_facts(
     block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
 ) -> UnitFacts:
     """The facts of one repeated block for one call of it, on one rank of `layout`."""
+    return traced_block(block, call, device, layout)[0]
+
+
+def traced_block(
+    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+) -> tuple[UnitFacts, frozenset[int]]:
+    """(facts, those of the call's tensors, in reading order, that the block saves) of one call of `block`."""
     recorder = Recorder(list(block.parameters()))
     emulation = None if layout is None else Emulation(block.get_submodule, layout, recorder)
-    activation: Tensor = detached(call.tensor())
-    if emulation is not None:
+    activation: Tensor | None = None if call.activation is None else detached(call.tensor())
+    if emulation is not None and activation is not None:
         activation = emulation.activation(activation)
     args, kwargs = _with_activation(call, activation)
     trace = recorder.trace = Trace()
@@ -45,14 +56,18 @@ def block_facts(
         parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
         given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         own = parameters if emulation is None else emulation.parameters(parameters)
-        recorder.backward(outputs, [*given, *own])
-    return facts_of(trace, input_bytes=size_bytes(activation), output_bytes=output_bytes)
+        trace.end_backward(recorder.backward(outputs, [*given, *own])[len(given) :])
+    saved = (i for i, tensor in enumerate(tensors_in((args, kwargs))) if storage_key(tensor) in trace.given_saved)
+    return facts_of(
+        trace, input_bytes=0 if activation is None else size_bytes(activation), output_bytes=output_bytes
+    ), frozenset(saved)
 
 
-def _with_activation(call: ModuleCall, activation: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_activation(call: ModuleCall, activation: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with `activation` in its place."""
     args, kwargs = list(detached(call.args)), detached(call.kwargs)
-    assert call.activation is not None, "a block is called with an activation"
+    if call.activation is None:
+        return tuple(args), kwargs
     if call.activation.isdigit():
         args[int(call.activation)] = activation
     else:

@@ -18,23 +18,29 @@ def fingerprint_as(model: nn.Module, units: Sequence[UnitRef]) -> str | None:
     It covers the units in order, the name and shape of each of their parameters, and which parameters are tied.
     """
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    if not all(name in known for unit in units for name in unit.modules):
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if not all(known.issuperset(unit.modules) and held.issuperset(unit.parameters) for unit in units):
         return None
     content: dict[str, Any] = {
-        "units": [[unit.name, unit.unit_class, unit.modules] for unit in units],
-        "parameters": [[(p.name, p.shape) for p in unit_parameters(model, unit.modules)] for unit in units],
+        "units": [[unit.name, unit.unit_class, [*unit.modules, *unit.parameters]] for unit in units],
+        "parameters": [
+            [(p.name, p.shape) for p in unit_parameters(model, unit.modules, unit.parameters)] for unit in units
+        ],
         "tied": tied_parameters(model),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def unit_parameters(model: nn.Module, modules: Sequence[str]) -> tuple[Parameter, ...]:
-    """The parameters of a unit that owns `modules`, named within it; those tied within the unit once."""
+def unit_parameters(model: nn.Module, modules: Sequence[str], direct: Sequence[str] = ()) -> tuple[Parameter, ...]:
+    """The parameters of a unit that owns `modules` and `direct`, named within it; those tied within the unit once."""
     found: dict[int, Parameter] = {}
     for i, module in enumerate(modules):
         prefix = f"{i}." if len(modules) > 1 else ""
         for name, p in model.get_submodule(module).named_parameters():
             found.setdefault(id(p), Parameter(prefix + name, tuple(p.shape), p.requires_grad))
+    for name in direct:
+        p = model.get_parameter(name)
+        found.setdefault(id(p), Parameter(f"/{name}", tuple(p.shape), p.requires_grad))
     return tuple(found.values())
 
 

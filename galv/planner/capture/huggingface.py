@@ -1,19 +1,20 @@
-"""Models from Hugging Face configurations: which class, how it is built, which inputs it takes."""
+"""Models from Hugging Face configurations: which class, and how it is built."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from galv.errors import ModelError, UsageError
-from galv.planner.capture.inputs import MakeInputs
+from galv.errors import ModelError
 
 
 def _transformers() -> Any:
@@ -74,75 +75,67 @@ def config_from_hub(name: str) -> Any:
 # ----------------------------------------------------------------------------------------------- models
 
 
-def builder(config: Any) -> Callable[[], nn.Module]:
-    """A function that builds the model of `config` on the meta device: float32, fused attention, no cache, training."""
-    model_class = _model_class(config)
+def builder(config: Any, device: str = "meta") -> Callable[[], nn.Module]:
+    """A function that builds the model of `config` on `device`: float32, fused attention, no cache, training."""
+    chosen = model_class(config)
 
     def build() -> nn.Module:
         own = type(config).from_dict(config.to_dict())
         for part in {id(part): part for part in (own, own.get_text_config())}.values():
             part.use_cache = False
-        with torch.device("meta"):
-            model: nn.Module = _with_fused_attention(model_class, own)
+        with torch.device(device):
+            model: nn.Module = _with_fused_attention(chosen, own)
+        if "return_loss" in inspect.signature(chosen.forward).parameters:
+            model.forward = partial(model.forward, return_loss=True)
         return model.float().train()
 
     return build
 
 
-def _with_fused_attention(model_class: Any, config: Any) -> Any:
+def _with_fused_attention(chosen: Any, config: Any) -> Any:
     try:
-        return model_class._from_config(config, attn_implementation="sdpa")
+        return chosen._from_config(config, attn_implementation="sdpa")
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
-            raise ModelError(f"transformers cannot build {model_class.__name__}: {error}") from error
-        return model_class._from_config(config, attn_implementation="eager")
+            raise ModelError(f"transformers cannot build {chosen.__name__}: {error}") from error
+        return chosen._from_config(config, attn_implementation="eager")
 
 
-def _model_class(config: Any) -> Any:
-    """The class that the configuration names, else the causal language model of its type."""
+_TASKS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+)
+"""What a model of a type is trained for, where its configuration names no class: the first that there is."""
+
+
+def model_class(config: Any) -> Any:
+    """The class that the configuration names, else the one for the first of the tasks that its type has.
+
+    Raises ModelError when there is none.
+    """
     transformers = _transformers()
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if named is not None:
             return named
-    causal = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in causal:
-        raise ModelError(
-            f"transformers has no causal language model for {config.model_type!r}; name a class in the "
-            'configuration\'s "architectures"'
-        )
-    return causal[type(config)]
+    auto = transformers.models.auto.modeling_auto
+    for task in _TASKS:
+        if getattr(config, "is_decoder", False) and task == "MODEL_FOR_MASKED_LM_MAPPING":
+            continue
+        found = getattr(auto, task, {}).get(type(config), None)
+        if found is not None:
+            return found
+    raise ModelError(
+        f"transformers has no model for {config.model_type!r} of a kind that galv would choose by itself (language, "
+        'speech to text, image classification, image and text); name a class in the configuration\'s "architectures"'
+    )
 
 
-# ----------------------------------------------------------------------------------------------- inputs
-
-
-def is_language_model(model: nn.Module) -> bool:
-    """Whether `model` is a transformers model that reads token ids and returns a loss for labels."""
+def is_own(model: nn.Module) -> bool:
+    """Whether `model` is a transformers model, whose configuration says what it takes."""
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return False
-    return model.main_input_name == "input_ids"
-
-
-def token_inputs(config: Any, seq_len: int | None) -> MakeInputs:
-    """Token ids and labels, int64 (samples, seq_len), on the meta device. Raises UsageError for a bad `seq_len`."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    longest = longest if isinstance(longest, int) and longest > 0 else None
-    if seq_len is None:
-        limit = f" (at most {longest} for this model)" if longest else ""
-        raise UsageError(f"a language model needs a sequence length: give seq_len, --seq-len N{limit}")
-    if longest is not None and seq_len > longest:
-        raise UsageError(f"sequence length {seq_len} is beyond the model's {longest} positions; use {longest} or less")
-
-    def make(num_samples: int) -> dict[str, Tensor]:
-        tokens = (torch.empty(num_samples, seq_len, dtype=torch.int64, device="meta") for _ in range(2))
-        return dict(zip(("input_ids", "labels"), tokens, strict=True))
-
-    return make
-
-
-def token_limits(config: Any) -> dict[str, int]:
-    """Exclusive upper bounds of the token inputs."""
-    vocabulary = config.get_text_config().vocab_size
-    return {"input_ids": vocabulary, "labels": vocabulary}
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -35,7 +35,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
             return self._values[args[0]].item()
-        out = func(*args, **kwargs)
+        out = _grouped(*args, **kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_meta and out.numel() <= MAX_ELEMENTS:
             self._follow(func, args, kwargs, out)
         return out
@@ -62,3 +62,15 @@ class KnownValues(TorchDispatchMode):
 @cache
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func)
+
+
+def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A grouped matrix product; torch's own rule for the meta device refuses what it computes elsewhere, fp32."""
+    if left.dtype == torch.bfloat16 or not left.is_meta:
+        return torch.ops.aten._grouped_mm.default(left, right, *args, **kwargs)
+    offsets = kwargs.get("offs", args[0] if args else None)
+    if left.ndim == right.ndim == 2:
+        assert offsets is not None, "columns in groups need to know where each begins"
+        return left.new_empty(offsets.shape[0], left.shape[0], right.shape[1])
+    groups = (left.shape[0],) if left.ndim == right.ndim == 3 else ()
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])

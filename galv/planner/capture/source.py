@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from galv.errors import ModelError, UsageError
 from galv.planner.capture import huggingface
+from galv.planner.capture.huggingface_inputs import own_inputs
 from galv.planner.capture.inputs import MakeInputs, inputs_maker
 
 
@@ -60,7 +61,7 @@ def resolve_model(
     inputs_source: str | None = None,
 ) -> ModelSource:
     """The source that `model` means. `example_inputs` (or its name `inputs_source`, `package.module:function`) is
-    needed for everything but language models of transformers, which take `seq_len` tokens a sample.
+    needed for everything but models of transformers; `seq_len` are the tokens of a sample where they read any.
 
     Raises ModelError or UsageError saying what was given and what would work.
     """
@@ -134,8 +135,11 @@ def _from_config(
     build = huggingface.builder(config)
     if example is not None:
         return _from_builder(name, text, build, example, seq_len, inputs_source, True)
-    make, limits = huggingface.token_inputs(config, seq_len), huggingface.token_limits(config)
-    return ModelSource(name, text, None, seq_len, True, build, make, limits)
+    chosen = huggingface.model_class(config)
+    own = own_inputs(chosen, config, seq_len)
+    if own is None:
+        raise _needs_inputs(name, f"the inputs of {chosen.__name__} are of no kind that galv makes up")
+    return ModelSource(name, text, None, seq_len, True, build, *own)
 
 
 def _from_builder(
@@ -152,13 +156,17 @@ def _from_builder(
         make = inputs_maker(example, once)
         return ModelSource(name, text, inputs_source, seq_len, is_fresh, build, make)
     model = once()
-    if not huggingface.is_language_model(model):
-        raise UsageError(
-            f"example inputs are needed for {name}: tensors by keyword, a tuple, or a function of the number of "
-            "samples (--inputs package.module:function); only language models of transformers go without"
-        )
-    make, limits = huggingface.token_inputs(model.config, seq_len), huggingface.token_limits(model.config)
-    return ModelSource(name, text, None, seq_len, is_fresh, build, make, limits)
+    own = own_inputs(type(model), model.config, seq_len) if huggingface.is_own(model) else None
+    if own is None:
+        raise _needs_inputs(name, "only models of transformers go without")
+    return ModelSource(name, text, None, seq_len, is_fresh, build, *own)
+
+
+def _needs_inputs(name: str, reason: str) -> UsageError:
+    return UsageError(
+        f"example inputs are needed for {name}: tensors by keyword, a tuple, or a function of the number of samples "
+        f"(--inputs package.module:function); {reason}"
+    )
 
 
 def _factory(factory: Any, name: str) -> Callable[[], nn.Module]:

@@ -8,7 +8,7 @@ references, so the trace sees the lifetimes that a real run has.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,10 @@ class Timeline:
         """The number of the tensor's storage, None when it is not followed."""
         return self._numbers.get(storage_key(tensor))
 
+    def holds(self, key: int) -> bool:
+        """Whether a storage is followed, and alive."""
+        return key in self._numbers
+
     def peak(self, start: int, stop: int, without: frozenset[int] = frozenset()) -> int:
         """Most bytes alive within events [start, stop) beyond those at `start`, storages in `without` left out."""
         alive = highest = 0
@@ -76,6 +80,8 @@ class Trace:
     memory: Timeline = field(default_factory=Timeline)
     given: set[int] = field(default_factory=set)
     """Storages given to the stretch from outside: saving them costs nothing here."""
+    given_saved: set[int] = field(default_factory=set)
+    """Those of them that it saves."""
     activation_key: int | None = None
     """The storage among them that carries the activation."""
     input_is_saved: bool = False
@@ -105,9 +111,10 @@ class Trace:
         self.forward_end = len(self.memory.events)
         self.forward_peak_bytes = max(self.forward_peak_bytes, self.memory.peak(0, self.forward_end))
 
-    def end_backward(self, gradients: Iterable[Tensor]) -> None:
+    def end_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Backward is over; what `gradients` of parameters hold is not counted as memory of the stretch."""
-        own = frozenset(number for grad in gradients if (number := self.memory.number(grad)) is not None)
+        numbers = (self.memory.number(grad) for grad in gradients if grad is not None)
+        own = frozenset(number for number in numbers if number is not None)
         peak = self.memory.peak(self.forward_end, len(self.memory.events), own)
         self.backward_peak_bytes = max(self.backward_peak_bytes, peak)
 
@@ -172,6 +179,7 @@ class Recorder(TorchDispatchMode):
             return tensor
         trace.input_is_saved |= key == trace.activation_key
         if key in trace.given:
+            trace.given_saved.add(key)
             return tensor
         maker = None
         if self.elsewhere is not None and trace.memory.number(tensor) is None:
@@ -186,21 +194,20 @@ class Recorder(TorchDispatchMode):
         with self, torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
             yield
 
-    def backward(self, outputs: list[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of `outputs` for those of `targets` that they depend on; backward is recorded.
+    def backward(self, outputs: list[Tensor], targets: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient of `outputs` for each of `targets`, None where they do not depend on it; backward is recorded.
 
         Gradients arrive at `outputs` as fresh tensors. Empties `outputs`, so that they live no longer than backward
         needs them.
         """
         if not targets or not any(output.requires_grad for output in outputs):
-            return []
+            return [None] * len(targets)
         scalar = seed(outputs)
         one = torch.ones_like(scalar)
         outputs.clear()
         self.phase, self.modules, self.seen = "backward", [], None
         with self:
-            grads = torch.autograd.grad(scalar, list(targets), one, allow_unused=True)
-        return [grad for grad in grads if grad is not None]
+            return list(torch.autograd.grad(scalar, list(targets), one, allow_unused=True))
 
     @contextmanager
     def naming(self, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:

@@ -6,20 +6,22 @@ size asked for is traced itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from galv.planner.capture.emulate import Emulation
-from galv.planner.capture.facts import block_facts, extended, facts_of, joined, size_bytes
+from galv.planner.capture.facts import NOTHING, block_facts, extended, facts_of, joined, size_bytes, traced_block
+from galv.planner.capture.opaque import Opaque
+from galv.planner.capture.operators import tensors_in
 from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
-from galv.planner.capture.trace import Recorder, Trace
+from galv.planner.capture.trace import Recorder
 from galv.planner.graph import Exclusion, UnitFacts
-from galv.planner.plan import SequenceMode, TensorParallelLayout, absolute_name
+from galv.planner.plan import Layout, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout, absolute_name
 
 FEW, MANY = 2, 4
 """Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
@@ -31,10 +33,15 @@ class ClassPlace:
     """Where an example of a unit class lies in the model."""
 
     modules: tuple[str, ...]
-    block: int | None
-    """Position among the executed blocks, None for embedding, head and a whole model."""
+    calls: tuple[int, ...]
+    """Positions among the calls of blocks; none for what is not stubbed."""
     stretches: tuple[int, ...]
     """The stretches around the blocks that count for it."""
+    parameters: tuple[str, ...] = ()
+    is_block: bool = False
+    """Whether it is a repeated block."""
+    opaque: Opaque | None = None
+    """The stand-in of a module that is not traced."""
 
 
 class TracedFacts:
@@ -48,6 +55,7 @@ class TracedFacts:
         self._exact: dict[tuple[str, str, int], UnitFacts] = {}
         self._facts: dict[tuple[str, str, int], UnitFacts] = {}
         self._samples: dict[str, UnitSample] = {}
+        self._lent_by_size: dict[int, dict[int, dict[int, int]]] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
 
     # -- questions
@@ -63,6 +71,8 @@ class TracedFacts:
         """The placements found for a tensor-parallel degree, or why there are none."""
         from galv.planner.sharding import find_layout  # it imports the sample type from here
 
+        if self.places[unit_class].opaque is not None:
+            return _whole(self.sample(unit_class), degree, sequence)
         key = (unit_class, degree, sequence)
         if key not in self._layouts:
             self._layouts[key] = find_layout(self.sample(unit_class), degree, sequence)
@@ -77,8 +87,8 @@ class TracedFacts:
     def _sample(self, unit_class: str) -> UnitSample:
         place, run = self.places[unit_class], self.run(FEW)
         modules = tuple((name, self.skeleton.model.get_submodule(name)) for name in place.modules)
-        if place.block is not None:
-            calls = [_module_call(run.calls[place.block])]
+        if place.calls:
+            calls = [_module_call(run.calls[i]) for i in place.calls]
         else:
             named = {name: i for i, name in enumerate(place.modules)} if len(place.modules) > 1 else {}
             calls = [
@@ -87,7 +97,7 @@ class TracedFacts:
                 if name in place.modules
             ]
         tied = frozenset(self._tied(modules))
-        return UnitSample(unit_class, modules, tuple(calls), FEW, place.block is not None, tied)
+        return UnitSample(unit_class, modules, tuple(calls), FEW, place.is_block, tied)
 
     def _tied(self, modules: tuple[tuple[str, nn.Module], ...]) -> Iterator[str]:
         """The parameters of `modules`, named within their unit, that the model also holds elsewhere."""
@@ -132,18 +142,46 @@ class TracedFacts:
         return self._exact[key]
 
     def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
-        run, block = self.run(num_samples), place.block
-        if block is None:
-            (stretch,) = place.stretches
-            local = run if layout is None else self._local_run(place, layout, num_samples)
-            return _stretch_facts(local.stretches[stretch], run.calls, stretch)
-        call = run.calls[block]
-        module = self.skeleton.model.get_submodule(call.name)
-        own = block_facts(module, _module_call(call), self.skeleton.device, layout)
-        around = {stretch: _stretch_facts(run.stretches[stretch], run.calls, stretch) for stretch in place.stretches}
-        before = [facts for stretch, facts in around.items() if stretch <= block]
-        after = [facts for stretch, facts in around.items() if stretch > block]
-        return joined([*before, own, *after])
+        run = self.run(num_samples)
+        pieces = [(2 * run.calls[i].before + 1, self._call_facts(place, run.calls[i], layout)) for i in place.calls]
+        local = run if place.calls or layout is None else self._local_run(place, layout, num_samples)
+        pieces += [(2 * i, self._stretch_facts(local, run, i, num_samples)) for i in place.stretches]
+        return joined([facts for _, facts in sorted(pieces, key=lambda piece: piece[0])] or [NOTHING])
+
+    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: TensorParallelLayout | None) -> UnitFacts:
+        if place.opaque is not None:
+            return _opaque_facts(place.opaque, call)
+        block = self.skeleton.model.get_submodule(call.name)
+        facts = block_facts(block, _module_call(call), self.skeleton.device, layout)
+        # An input of the model is there anyway, whoever saves it.
+        return replace(facts, input_bytes=0, input_is_saved=False) if call.activation in call.given else facts
+
+    def _stretch_facts(self, local: SkeletonRun, run: SkeletonRun, stretch: int, num_samples: int) -> UnitFacts:
+        """The facts of a stretch, with what it makes and blocks save: tables of positions, an encoder's output."""
+        ends = next((call for call in run.calls if call.before == stretch), None)
+        begins = next((call for call in run.calls if call.before + 1 == stretch), None)
+        passed = 0 if ends is None or ends.activation is None else size_bytes(_module_call(ends).tensor())
+        given = 0 if begins is None or run.marks[stretch] else begins.output_bytes
+        trace = local.stretches[stretch]
+        facts = facts_of(trace, input_bytes=given, output_bytes=passed)
+        lent = {key: size for key, size in self._lent(num_samples).get(stretch, {}).items() if key not in trace.saved}
+        return replace(facts, saved_bytes=facts.saved_bytes + sum(lent.values())) if lent else facts
+
+    def _lent(self, num_samples: int) -> dict[int, dict[int, int]]:
+        """For each stretch, the storages (with their bytes) that it made and blocks save, activations left out."""
+        if num_samples not in self._lent_by_size:
+            lent: dict[int, dict[int, int]] = {}
+            seen: set[Hashable] = set()
+            for call in self.run(num_samples).calls:
+                if (call.kind, call.numbers) in seen or call.name in self.skeleton.substitutes:
+                    continue
+                seen.add((call.kind, call.numbers))
+                block = self.skeleton.model.get_submodule(call.name)
+                _, saved = traced_block(block, _module_call(call), self.skeleton.device)
+                for stretch, key, size in _made_around(call, saved):
+                    lent.setdefault(stretch, {})[key] = size
+            self._lent_by_size[num_samples] = lent
+        return self._lent_by_size[num_samples]
 
     def _local_run(self, place: ClassPlace, layout: TensorParallelLayout, num_samples: int) -> SkeletonRun:
         """A run in which one rank's part of the modules around the blocks computes."""
@@ -151,7 +189,7 @@ class TracedFacts:
         def emulate(recorder: Recorder) -> Emulation:
             return self._emulation(place, layout, recorder)
 
-        return self._run(num_samples, emulate, stops_at_block=place.stretches == (0,))
+        return self._run(num_samples, emulate, stops_at_block=place.stretches == (0,) and bool(self.skeleton.blocks))
 
     def _emulation(self, place: ClassPlace, layout: TensorParallelLayout, recorder: Recorder) -> Emulation:
         def module_named(relative: str) -> nn.Module:
@@ -182,13 +220,34 @@ def _module_call(call: BlockCall) -> ModuleCall:
 
 def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
     """What of a layout makes a difference to the trace: around the blocks, the sequence mode does not."""
-    if layout is None:
+    if layout is None or place.opaque is not None:
         return ""
-    return layout.model_dump_json(exclude={"sequence"} if place.block is None else None)
+    return layout.model_dump_json(exclude=None if place.calls else {"sequence"})
 
 
-def _stretch_facts(trace: Trace, calls: Sequence[BlockCall], stretch: int) -> UnitFacts:
-    """The facts of the stretch before block `stretch` of `calls`."""
-    given = calls[stretch - 1].output_bytes if stretch else 0
-    passed = size_bytes(_module_call(calls[stretch]).tensor()) if stretch < len(calls) else 0
-    return facts_of(trace, input_bytes=given, output_bytes=passed)
+def _made_around(call: BlockCall, saved: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+    """(stretch, storage, bytes) of the arguments that were made around the blocks and that the block saves."""
+    position = 0
+    for key, value in call.arguments.items():
+        held = list(tensors_in(value))
+        kept = saved & set(range(position, position + len(held)))
+        if kept and key != call.activation:
+            yield from call.makers[key]
+        position += len(held)
+
+
+def _opaque_facts(opaque: Opaque, call: BlockCall) -> UnitFacts:
+    """The facts of one run of an opaque module on made-up values."""
+    made = ModuleCall("", opaque.made_up(call.args), opaque.made_up(call.kwargs), call.activation)
+    return block_facts(opaque.module, made, "cpu")
+
+
+def _whole(sample: UnitSample, degree: int, sequence: SequenceMode) -> TensorParallelLayout:
+    """The layout of a unit that every rank holds whole."""
+    keep = Redistribution(source=Layout(kind="R"), target=Layout(kind="R"))
+    parts = [
+        ModuleLayout(module=name, parameters=dict.fromkeys(own, keep))
+        for name, module in sample.modules[0][1].named_modules()
+        if (own := [parameter for parameter, _ in module.named_parameters(recurse=False)])
+    ]
+    return TensorParallelLayout(unit_class=sample.unit_class, degree=degree, sequence=sequence, modules=tuple(parts))

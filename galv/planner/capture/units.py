@@ -6,12 +6,14 @@ some of which have equal structure: equal names and shapes of parameters. The ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
-SMALLEST_SHARE = 0.1
+SMALLEST_SHARE = 0.01
 """A list with less than this share of the largest list's parameters is no list of blocks (a head of two layers)."""
 
 Structure = Hashable
@@ -45,7 +47,7 @@ def _blocks_of(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     if not by_type:
         return []
     blocks = max(by_type.values(), key=lambda group: sum(num_parameters(child) for _, child in group))
-    kinds = {structure(child) for _, child in blocks}
+    kinds = {(type(child), _shapes(child)) for _, child in blocks}
     return blocks if len(kinds) < len(blocks) else []
 
 
@@ -56,14 +58,18 @@ def num_parameters(module: nn.Module) -> int:
 
 def structure(module: nn.Module) -> Structure:
     """What two modules of equal structure have in common: types, and parameters' names, shapes and trainability."""
-    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
-    return (type(module), tuple((name, type(child)) for name, child in module.named_modules()), parameters)
+    return (type(module), tuple((name, type(child)) for name, child in module.named_modules()), _shapes(module))
+
+
+def _shapes(module: nn.Module) -> Structure:
+    return tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
 
 
 def settings(blocks: Sequence[nn.Module]) -> list[Structure]:
     """For each of these alike blocks, the plain attributes that tell some of them from others.
 
-    A setting that no two blocks share is an index (`layer_idx`, a drop rate that grows with depth) and tells nothing.
+    A setting that no two blocks share tells nothing when it is an index, a name with one in it, or a rate that grows
+    with depth; `shift_size` 0 and 3 of two window attentions, or a name as such, does tell.
     """
     columns: dict[tuple[str, str], list[Any]] = {}
     for position, block in enumerate(blocks):
@@ -71,13 +77,29 @@ def settings(blocks: Sequence[nn.Module]) -> list[Structure]:
             for key, value in vars(module).items():
                 if not key.startswith("_") and key != "training" and isinstance(value, (bool, int, float, str)):
                     columns.setdefault((name, key), [None] * len(blocks))[position] = value
-    return distinguishing(list(columns.values()), len(blocks))
+    return distinguishing([_without_index(column) for column in columns.values()], len(blocks))
+
+
+def _without_index(column: Sequence[Any]) -> Sequence[Any]:
+    """`column` with what counts the rows taken out, so that rows which differ in nothing else are alike in it."""
+    if len(set(column)) < len(column) or any(isinstance(value, (bool, float, type(None))) for value in column):
+        return column
+    if all(isinstance(value, str) for value in column):
+        return [re.sub(r"\d+", "", value) for value in column]
+    if all(after - before == 1 for before, after in pairwise(column)):
+        return [None] * len(column)
+    return [(value,) for value in column] if len(column) == 2 else column
 
 
 def distinguishing(columns: Sequence[Sequence[Any]], num_rows: int) -> list[Structure]:
     """Each row's values in those columns that are neither all equal nor all different."""
-    telling = [column for column in columns if 1 < len(set(column)) < num_rows]
+    telling = [column for column in columns if 1 < len(set(column)) < num_rows or _always_tells(column)]
     return [tuple(column[row] for column in telling) for row in range(num_rows)]
+
+
+def _always_tells(column: Sequence[Any]) -> bool:
+    """Whether two rows that differ in it are unlike, with no third one to show that they may be."""
+    return len(column) == 2 and len(set(column)) == 2 and all(isinstance(value, (str, bool, tuple)) for value in column)
 
 
 def owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

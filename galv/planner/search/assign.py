@@ -3,8 +3,8 @@
     minimize    sum over units u of t[u, o(u)]
     subject to  sum over units of h[u, o(u)] + max over units of w[u, o(u)]  <=  budget
 
-with t the option's busy seconds in a step, h the bytes it holds (state, and activations of every microbatch in
-flight) and w its working bytes. Two facts make it small:
+with t the option's busy seconds in a step (or another weighted sum of its parts), h the bytes it holds (state, and
+activations of every microbatch in flight) and w its working bytes. Two facts make it small:
 
 * Units of one class are interchangeable, so only *how many* units take each option matters. `_Repeated` builds the
   Pareto frontier (bytes, seconds) of n equal units: frontier(n) = frontier(n - 1) + the options.
@@ -24,7 +24,7 @@ import numpy as np
 
 from galv.cost_models.estimate import StageSeconds
 from galv.planner.partition import Counts
-from galv.planner.search.table import Option, StageChoice
+from galv.planner.search.table import Option, StageChoice, Weights
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,26 @@ def fastest(
     options: Mapping[str, Sequence[Option]],
     *,
     in_flight: int,
-    num_microbatches: int,
+    weights: Weights,
     usable_bytes: float,
 ) -> StageChoice | None:
-    """The fastest choice for a stage holding `counts` units that stays within `usable_bytes`; None when none does."""
-    best = _unconstrained(counts, options, in_flight, num_microbatches)
+    """The fastest choice for a stage holding `counts` units that stays within `usable_bytes`; None when none does.
+
+    Fastest by the sum of forward, backward and once-a-step seconds with `weights`.
+    """
+    best = _unconstrained(counts, options, in_flight, weights)
     if best.peak_bytes <= usable_bytes:
         return best
-    return _constrained(counts, options, in_flight, num_microbatches, usable_bytes)
+    return _constrained(counts, options, in_flight, weights, usable_bytes)
 
 
 def _unconstrained(
-    counts: Counts, options: Mapping[str, Sequence[Option]], in_flight: int, num_microbatches: int
+    counts: Counts, options: Mapping[str, Sequence[Option]], in_flight: int, weights: Weights
 ) -> StageChoice:
     """Every unit at its fastest; of equally fast options the one that holds least."""
 
     def preference(option: Option) -> tuple[float, float]:
-        return option.seconds(num_microbatches), option.held_bytes(in_flight) + option.working_bytes
+        return option.weighted(weights), option.held_bytes(in_flight) + option.working_bytes
 
     picks = tuple((name, ((min(options[name], key=preference), number),)) for name, number in counts)
     return stage_choice(picks, in_flight)
@@ -71,18 +74,18 @@ def _constrained(
     counts: Counts,
     options: Mapping[str, Sequence[Option]],
     in_flight: int,
-    num_microbatches: int,
+    weights: Weights,
     usable_bytes: float,
 ) -> StageChoice | None:
     best: StageChoice | None = None
     for limit in _working_limits(counts, options):
         allowed = _allowed(counts, options, limit)
-        parts = [_frontier(allowed[name], n, in_flight, num_microbatches) for name, n in counts]
+        parts = [_frontier(allowed[name], n, in_flight, weights) for name, n in counts]
         uses = _best_uses(parts, usable_bytes - limit)
         if uses is None:
             continue
         choice = _choice(counts, allowed, uses, in_flight)
-        if best is None or choice.busy.total(num_microbatches) < best.busy.total(num_microbatches):
+        if best is None or choice.busy.weighted(weights) < best.busy.weighted(weights):
             best = choice
     return best
 
@@ -108,8 +111,8 @@ def _allowed(counts: Counts, options: Mapping[str, Sequence[Option]], limit: flo
     return {name: [o for o in options[name] if o.working_bytes <= limit] for name, _ in counts}
 
 
-def _frontier(options: Sequence[Option], number: int, in_flight: int, num_microbatches: int) -> Frontier:
-    points = tuple((option.held_bytes(in_flight), option.seconds(num_microbatches)) for option in options)
+def _frontier(options: Sequence[Option], number: int, in_flight: int, weights: Weights) -> Frontier:
+    points = tuple((option.held_bytes(in_flight), option.weighted(weights)) for option in options)
     return _repeated(points)(number)
 
 

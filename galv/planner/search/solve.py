@@ -8,8 +8,9 @@ the cut. `_Cutter` walks over the slowest stage's time theta, from the least pos
 * bound above theta: every cut whose slowest stage k takes more than theta has a critical path through k. The least
   length of that path over all such cuts is again a cut of least weighted sum (weights in `_paths`).
 
-The walk ends when the bound reaches the best simulated time; what it could not close is reported as `bound_seconds`.
-With one stage there is nothing to cut and the answer is exact.
+The walk ends when the bound reaches the best simulated time. Where it leaves a gap and the cuts are few, all of them
+are looked at; what is open then is reported as `bound_seconds`. With one stage there is nothing to cut: the answer is
+exact.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 
 import numpy as np
 
-from galv.cost_models.estimate import pipeline_seconds
+from galv.cost_models.estimate import StageSeconds, pipeline_seconds
 from galv.cost_models.pipeline import num_in_flight
 from galv.planner.partition import Counts, least_maximum, least_sum, segments, stage_mask
 from galv.planner.search.assign import fastest, smallest_bytes
 from galv.planner.search.relax import relaxed_bound_seconds
-from galv.planner.search.table import CostTable, Option, StageChoice
+from galv.planner.search.table import CostTable, Option, StageChoice, Weights
 
 MAX_THRESHOLDS = 24
 _TOLERANCE = 1e-9
-_MANY = 10**9
-"""Microbatches enough for once-a-step work not to count."""
+MAX_CUTS = 2000
+"""So many cuts are all looked at, where the bounds leave a gap."""
+_PARTS: tuple[Weights, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -90,40 +93,35 @@ class _Cutter:
             num_in_flight(table.schedule, stage, table.num_stages, table.num_microbatches)
             for stage in range(table.num_stages)
         ]
-        self._choices: dict[tuple[Counts, int, int], StageChoice | None] = {}
-        self._matrices: dict[tuple[int, int, int], np.ndarray] = {}
+        self._choices: dict[tuple[Counts, int, Weights], StageChoice | None] = {}
+        self._matrices: dict[tuple[int, Weights], np.ndarray] = {}
 
     # -- one stage
 
-    def choice(self, stage: int, counts: Counts, rounds: int | None = None) -> StageChoice | None:
-        """The fastest way to run units `counts` as `stage` for `rounds` microbatches and one step's end."""
-        rounds = self.table.num_microbatches if rounds is None else rounds
-        key = (counts, self.in_flight[stage], rounds)
+    def choice(self, stage: int, counts: Counts, weights: Weights | None = None) -> StageChoice | None:
+        """The fastest way to run units `counts` as `stage` by `weights`, by default of a whole step."""
+        rounds = float(self.table.num_microbatches)
+        key = (counts, self.in_flight[stage], weights or (rounds, rounds, 1.0))
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
         return self._choices[key]
 
-    def _choose(self, counts: Counts, in_flight: int, rounds: int) -> StageChoice | None:
+    def _choose(self, counts: Counts, in_flight: int, weights: Weights) -> StageChoice | None:
         table = self.table
         least = sum(n * _least_steady(table.options[name]) for name, n in counts)
         if least * table.num_microbatches >= self.incumbent_seconds:
             return None
         if smallest_bytes(counts, table.options, in_flight=in_flight) > table.usable_bytes:
             return None
-        return fastest(
-            counts, table.options, in_flight=in_flight, num_microbatches=rounds, usable_bytes=table.usable_bytes
-        )
+        return fastest(counts, table.options, in_flight=in_flight, weights=weights, usable_bytes=table.usable_bytes)
 
     def least_bytes(self, stage: int, counts: Counts) -> float:
         return smallest_bytes(counts, self.table.options, in_flight=self.in_flight[stage])
 
-    def _busy(self, stage: int, counts: Counts, rounds: int, steps: int) -> float:
-        """Least seconds of `rounds` microbatches and `steps` step's ends on `stage`; infinite where nothing fits."""
-        choice = self.choice(stage, counts, rounds if steps else _MANY)
-        if choice is None:
-            return np.inf
-        busy = choice.busy
-        return rounds * (busy.forward_seconds + busy.backward_seconds) + steps * busy.step_seconds
+    def _busy(self, stage: int, counts: Counts, weights: Weights) -> float:
+        """Least weighted seconds of a stage; infinite where nothing fits."""
+        choice = self.choice(stage, counts, weights)
+        return np.inf if choice is None else choice.busy.weighted(weights)
 
     def matrix(self, stage: int, cost: Callable[[int, Counts], float]) -> np.ndarray:
         """The cost matrix of one stage; segments that hold the same units share one evaluation."""
@@ -143,16 +141,16 @@ class _Cutter:
         """Least seconds of `visits` microbatches on a stage, the step's end left out."""
         if not visits:
             return np.zeros_like(self.seconds[stage])
-        return visits * self._remembered(stage, 1, 0)
+        return visits * self._remembered(stage, (1.0, 1.0, 0.0))
 
     def through(self, stage: int, visits: int) -> np.ndarray:
         """Least seconds of `visits` microbatches and the step's end on a stage."""
-        return self._remembered(stage, visits, 1)
+        return self._remembered(stage, (float(visits), float(visits), 1.0))
 
-    def _remembered(self, stage: int, rounds: int, steps: int) -> np.ndarray:
-        key = (stage, rounds, steps)
+    def _remembered(self, stage: int, weights: Weights) -> np.ndarray:
+        key = (stage, weights)
         if key not in self._matrices:
-            self._matrices[key] = self.matrix(stage, lambda s, c: self._busy(s, c, rounds, steps))
+            self._matrices[key] = self.matrix(stage, lambda s, c: self._busy(s, c, weights))
         return self._matrices[key]
 
     # -- all stages
@@ -162,7 +160,12 @@ class _Cutter:
             return self._single()
         least, cut = least_maximum(self.seconds)
         first = self._evaluated(cut) if np.isfinite(least) else None
-        return self._walk(least, first) if first else None
+        if first is None:
+            return None
+        found = self._walk(least, first)
+        is_closed = found.bound_seconds >= found.step_seconds * (1 - _TOLERANCE)
+        few = comb(len(self.table.chain) - 1, self.table.num_stages - 1) <= MAX_CUTS
+        return self._every_cut(found) if few and not is_closed else found
 
     def _single(self) -> Solution | None:
         cut = (0, len(self.table.chain))
@@ -186,6 +189,24 @@ class _Cutter:
         else:
             bound = min(bound, above)
         return Solution(best.cut, best.stages, best.step_seconds, min(bound, best.step_seconds))
+
+    def _every_cut(self, best: Solution) -> Solution:
+        """The best over all cuts. Each is bounded by its stages' least forward, backward and step's end, each alone."""
+        bound, num_units = np.inf, len(self.table.chain)
+        for inner in combinations(range(1, num_units), self.table.num_stages - 1):
+            cut = (0, *inner, num_units)
+            found = self._evaluated(cut)
+            if found is not None:
+                best = min(best, found, key=lambda s: s.step_seconds)
+                bound = min(bound, self._cut_bound(cut))
+        return Solution(best.cut, best.stages, best.step_seconds, min(bound, best.step_seconds))
+
+    def _cut_bound(self, cut: tuple[int, ...]) -> float:
+        least = []
+        for stage, ends in enumerate(pairwise(cut)):
+            parts = [self._busy(stage, self._counts(*ends), weights) for weights in _PARTS]
+            least.append(StageSeconds(*parts))
+        return pipeline_seconds(self.table.schedule, least, self.table.num_microbatches, self.table.transfer_seconds)
 
     def _thresholds(self, least: float, most: float) -> list[float]:
         """Times of a slowest stage from the `least` possible to `most`, a whole step; at most MAX_THRESHOLDS."""
@@ -235,7 +256,8 @@ class _Cutter:
 
         GPipe: the first microbatch reaches k, k works through all, the last goes on: every stage once, k m times.
         1F1B, w < m: the first microbatch travels to the end and back to k; k works until it has sent the last one
-        forward; that travels to the end and all the way back: stages after k twice, k m - w + 1 times.
+        forward; that travels to the end and all the way back: stages after k twice, k m - w + 1 times. Where transfers
+        are slow, a path between k and a neighbour is longer (`_pair`).
         1F1B, w >= m: stage k's forwards follow each other, and so do its backwards. The longer half of the two, with
         one microbatch going through all stages around it, is at least (m - 1) / 2 visits of k more than one each.
         Also, the last stage has one microbatch in flight and so works through all m between the first's way there and
@@ -247,9 +269,21 @@ class _Cutter:
             return [_Path([rounds if j == k else 1 for j in range(stages)], 2 * (stages - 1))]
         if self.in_flight[k] < rounds or not after:
             own = rounds - self.in_flight[k] + 1
-            return [_Path([1] * before + [own] + [2] * after, 2 * before + 4 * after)]
+            alone = _Path([1] * before + [own] + [2] * after, 2 * before + 4 * after)
+            return [alone, *(self._pair(j) for j in (k - 1, k) if 0 <= j < stages - 1 and self.in_flight[j] < rounds)]
         return [
             _Path([1] * before + [1 + (rounds - 1) // 2] + [1] * after, 2 * (stages - 1)),
             _Path([1] * (stages - 1) + [rounds], 2 * (stages - 1)),
             _Path([1] * before + [rounds] + [0] * after, 2 * before),
         ]
+
+    def _pair(self, j: int) -> _Path:
+        """The path under 1F1B that goes to and fro between stages j and j + 1 while j has microbatches to send.
+
+        j's forward of one round feeds j + 1's of the next; what j + 1 does after it is the backward that j waits for in
+        the round after that. So two rounds cost both stages' work once and two transfers. An odd round is j's own.
+        """
+        after = self.table.num_stages - 1 - j
+        pairs, odd = divmod(self.table.num_microbatches - self.in_flight[j] - 1, 2)
+        visits = [1] * j + [2 + pairs + odd, 2 + pairs] + [2] * (after - 1)
+        return _Path(visits, 2 * j + 4 * after + 2 * pairs)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from galv.cost_models.estimate import StageSeconds
 from galv.planner.plan import ScheduleName, Strategy
 
+Weights = tuple[float, float, float]
+"""Of forward, backward and once-a-step seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -30,6 +33,11 @@ class Option:
     def seconds(self, num_microbatches: int) -> float:
         """This unit's share of a stage's busy seconds in one step."""
         return num_microbatches * (self.forward_seconds + self.backward_seconds) + self.step_seconds
+
+    def weighted(self, weights: Weights) -> float:
+        """The sum of forward, backward and once-a-step seconds with these weights."""
+        forward, backward, step = weights
+        return forward * self.forward_seconds + backward * self.backward_seconds + step * self.step_seconds
 
     def held_bytes(self, in_flight: int) -> float:
         """Bytes held with `in_flight` microbatches alive."""

@@ -133,7 +133,7 @@ def test_layout_changes_issue_their_collectives(
     with recorder.forward():
         outputs = [emulation.redistribute(tensor, change)]
     shape = tuple(outputs[0].shape)
-    recorder.backward(outputs, [tensor], [])
+    recorder.backward(outputs, [tensor])
     assert recorder.trace is not None
     issued = {phase: [] for phase in ("forward", "backward")}  # type: dict[str, list[str]]
     for op in recorder.trace.operators:

@@ -178,14 +178,15 @@ class Whole(nn.Module):
 def test_an_output_without_a_loss_is_differentiated_whole() -> None:
     """Where the model returns a tensor, gradients enter there, and every weight gets one."""
     graph = captured(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(8, 16))
-    facts = graph.source.facts("model", None, 8)
-    assert graph.counts == {"model": 1}
-    assert [op.name for op in facts.phase("backward") if op.kind == "matmul"] == ["aten.mm.default"] * 3
-    assert facts.forward_flops == 2 * 8 * (16 * 64 + 64 * 4)
+    first, second = (graph.source.facts(name, None, 8) for name in ("part 0", "part 2"))
+    assert graph.counts == {"part 0": 1, "part 2": 1}
+    assert [op.name for op in first.phase("backward") if op.kind == "matmul"] == ["aten.mm.default"]
+    assert [op.name for op in second.phase("backward") if op.kind == "matmul"] == ["aten.mm.default"] * 2
+    assert (first.forward_flops, second.forward_flops) == (2 * 8 * 16 * 64, 2 * 8 * 64 * 4)
 
 
 def test_parallel_branches_are_no_chain() -> None:
-    """Repeated modules that all read the same tensor are left within one unit."""
+    """Repeated modules that all read the same tensor are left together in one part."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -197,7 +198,8 @@ def test_parallel_branches_are_no_chain() -> None:
             x = self.first(x)
             return torch.stack([expert(x) for expert in self.experts]).sum(0)
 
-    assert captured(Experts, torch.zeros(4, 8)).counts == {"model": 1}
+    graph = captured(Experts, torch.zeros(4, 8))
+    assert [unit.modules for unit in graph.units] == [("first",), tuple(f"experts.{i}" for i in range(4))]
 
 
 def test_a_block_that_runs_twice_is_no_chain() -> None:
@@ -247,7 +249,7 @@ def test_a_persons_model_is_left_alone() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-# ----------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------- odd ones
 
 
 class Stray(nn.Module):
@@ -289,18 +291,28 @@ class DataDependent(nn.Module):
         return x + 1 if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (Stray, r"no unit can own the parameters scale: .*layers\.0 to layers\.2"),
-        (Unused, r"never uses module 'spare'.*freeze it"),
-        (DataDependent, r"forward of DataDependent with x \(2, 8\) failed at .*test_model_graph.py:\d+.*data"),
-    ],
-)
-def test_models_that_cannot_be_captured_are_refused(model: type[nn.Module], message: str) -> None:
-    """What stands in the way is named: the parameter, the module, the line."""
+def test_a_parameter_beside_the_blocks_belongs_to_the_unit_that_uses_it_first() -> None:
+    """A parameter that lies directly in the module that holds the blocks is held by name, and flows to later users."""
+    graph = captured(Stray, torch.zeros(4, 8))
+    assert graph.units[0] == UnitRef("layers.0", "Linear", ("layers.0",), ("scale",))
+    assert graph.counts == {"Linear": 1, "Linear.2": 2}
+    assert [p.name for p in graph.classes["Linear"].parameters] == ["weight", "bias", "/scale"]
+    assert graph.num_parameters == sum(n * graph.classes[name].num_parameters for name, n in graph.counts.items())
+    assert any(edge.producer == 0 and edge.consumers == (1,) and edge.fixed_bytes == 32 for edge in graph.edges)
+
+
+def test_an_unused_module_is_noted() -> None:
+    """A trainable module that the forward never calls is held by some unit, and a note says so."""
+    graph = captured(Unused, torch.zeros(4, 8))
+    assert "spare" in {name for unit in graph.units for name in unit.modules}
+    assert "never uses spare" in graph.notes[0]
+
+
+def test_models_that_cannot_be_followed_are_refused() -> None:
+    """What stands in the way is named: the module, the line, the operator, and how to go on."""
+    message = r"forward of DataDependent with x \(2, 8\) failed at .*test_model_graph.py:\d+ calling aten.*data"
     with pytest.raises(ModelError, match=message):
-        captured(model, torch.zeros(4, 8))
+        captured(DataDependent, torch.zeros(4, 8))
 
 
 def test_a_frozen_module_that_nothing_uses_is_no_obstacle() -> None:

@@ -112,7 +112,7 @@ def test_tokens_are_the_inputs_of_a_language_model(config: Config) -> None:
         ('{"hidden_size": 3}', 'has no "model_type"'),
         ('{"model_type": "lama"}', "model_type 'lama' is none of the .* Did you mean .*'llama'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "transformers rejects this llama configuration"),
-        ('{"model_type": "dinov2"}', "no causal language model for 'dinov2'"),
+        ('{"model_type": "encodec"}', "no model for 'encodec'"),
     ],
 )
 def test_bad_configurations_are_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -89,6 +89,13 @@ def test_settings_tell_blocks_apart_but_an_index_does_not() -> None:
     assert set(settings([Block(0), Block(1), Block(2)])) == {()}
 
 
+def test_two_blocks_that_differ_in_a_word_or_a_step_are_unlike() -> None:
+    """Of two blocks, a kind by name or a shift of 0 and 3 tells them apart; consecutive numbers and rates do not."""
+    assert len(set(settings([Block(0, mode="local"), Block(1, mode="global")]))) == 2
+    assert len(set(settings([Block(0), Block(3)]))) == 2
+    assert len(set(settings([Block(0, mode="layer.0"), Block(1, mode="layer.1")]))) == 1
+
+
 def test_distinguishing_columns() -> None:
     """Only columns with at least two values, one of them twice, tell rows apart."""
     assert distinguishing([[1, 1, 1], [1, 2, 3], ["a", "b", "a"]], 3) == [("a",), ("b",), ("a",)]

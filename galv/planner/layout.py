@@ -1,0 +1,131 @@
+"""How tensors lie on the tensor axis: the layouts of a plan, and what changes them at module borders.
+
+Data only; `galv.localize` says what it means when a module runs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+SequenceMode = Literal["none", "megatron"]
+
+
+class Frozen(BaseModel):
+    """A value: immutable, comparable, closed to unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+_LAYOUT = re.compile(r"R\+?|P|S(\d+)(x[1-9]\d*)?")
+
+
+class Layout(Frozen):
+    """How one tensor lies on the tensor axis, in a plan's short spelling.
+
+    `R`    the same on every rank, and so is its gradient
+    `R+`   the same on every rank, while each rank holds only a *summand* of its gradient (inside a tensor-parallel
+           region, where every rank uses the value for its own share of the work)
+    `S1`   cut along tensor dim 1, the parts in rank order
+    `S1x3` cut along dim 1 chunk by chunk: the dim is made of 3 equal chunks (a fused q|k|v projection) and each rank
+           holds its part of every chunk
+    `P`    each rank holds a summand; the gradient is the same on every rank
+    """
+
+    kind: Literal["R", "R+", "S", "P"]
+    dim: int | None = None
+    chunks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout spelled by `text`. Raises ValueError for any other text."""
+        match = _LAYOUT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no layout; spell it R, R+, P, S<dim> or S<dim>x<chunks>")
+        if not text.startswith("S"):
+            return cls(kind=text)
+        return cls(kind="S", dim=int(match[1]), chunks=int((match[2] or "x1")[1:]))
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        return f"S{self.dim}" + (f"x{self.chunks}" if self.chunks > 1 else "")
+
+
+def _read_layout(value: Any) -> Any:
+    return Layout.parse(value) if isinstance(value, str) else value
+
+
+TextLayout = Annotated[Layout, BeforeValidator(_read_layout), PlainSerializer(str, return_type=str)]
+
+
+class Redistribution(Frozen):
+    """A change of layout at the border of a module: `source` as the value arrives, `target` as it leaves.
+
+    The pair fixes the collectives of both directions: S→R+ gathers forward and reduce-scatters backward, R→R+ does
+    nothing forward and all-reduces backward, P→R all-reduces forward, P→S reduce-scatters forward and gathers
+    backward, S→R gathers forward and cuts backward, R→S cuts forward and gathers backward.
+    """
+
+    source: TextLayout
+    target: TextLayout
+
+
+class ModuleLayout(Frozen):
+    """What the runtime applies to one module of a unit on the tensor axis."""
+
+    module: str
+    """Name within the unit, see `absolute_name`."""
+    parameters: dict[str, Redistribution] = {}
+    """Own parameters (no dots): `source` as stored (R or S), `target` as used: S→S a shard, R→R+ a replicated weight
+    of which each rank sees its share of the gradient, R→P a bias that is added to a partial sum."""
+    inputs: dict[str, Redistribution] = {}
+    """By position ("0") or keyword name."""
+    outputs: dict[str, Redistribution] = {}
+    """By position in a tuple; "0" also for a single tensor. `source` is how the local computation leaves it."""
+
+
+def absolute_name(modules: tuple[str, ...], relative: str) -> str:
+    """The fully qualified name of `relative`, a module or parameter named within a unit that owns `modules`.
+
+    A unit with one module names things relative to it ("self_attn.q_proj", "" for the module itself); a unit with
+    several puts the module's position first ("1.weight", "0" for the first module itself). "/x" is x, absolute already.
+    """
+    if relative.startswith("/"):
+        return relative[1:]
+    if len(modules) == 1:
+        return ".".join(part for part in (modules[0], relative) if part)
+    index, _, rest = relative.partition(".")
+    return ".".join(part for part in (modules[int(index)], rest) if part)
+
+
+class LocalArgument(Frozen):
+    """A size written as a constant in the user's forward that must shrink on a shard (`x.split(768)` → `x.split(384)`).
+
+    `function` is the tensor function's name (`split`, `view`, `reshape`), `occurrence` counts its calls within one
+    forward of `module` (calls inside submodules not counted) from 0, and `arguments` maps positions among the call's
+    integer arguments (positional, then keyword, sequences and slices flattened, the tensors left out) to their local
+    values.
+    """
+
+    module: str
+    function: str
+    occurrence: int
+    arguments: dict[int, int]
+
+
+class TensorParallelLayout(Frozen):
+    """The placements of one unit class at one tensor-parallel degree and sequence mode.
+
+    Every module computes on local tensors; tensors change layout only at module borders. A unit takes and gives its
+    activations as R, or as S1 when it is a repeated block and `sequence` is `megatron`; where neighbours differ, the
+    runtime redistributes between them. Inputs other than the activation (masks, position embeddings) arrive as R.
+    """
+
+    unit_class: str
+    degree: int
+    sequence: SequenceMode
+    modules: tuple[ModuleLayout, ...]
+    local_arguments: tuple[LocalArgument, ...] = ()
