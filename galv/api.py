@@ -6,10 +6,21 @@ Planning imports torch only to trace the model; the search and the cost models a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any, get_args
 
 from galv.errors import ModelError, UnknownName, UsageError
-from galv.planner.plan import OptimizerName, Plan, Precision, Recompute, ScheduleName, SequenceMode
+from galv.planner.plan import (
+    MAX_GLOBAL_BATCH,
+    MAX_SEQ_LEN,
+    OptimizerName,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleName,
+    SequenceMode,
+)
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
 
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
     from galv.cost_models.unit import FactsPricer
     from galv.planner.capture.report import GraphReport
     from galv.planner.capture.source import ModelSource
+    from galv.planner.plan import InputSpec
     from galv.planner.space import Request
     from galv.runtime.module import ParallelModule
 
@@ -109,7 +121,13 @@ def estimate(
     profile = _cluster(cluster)
     request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
     layout = Layout(
-        tp=tp, pp=pp, zero=zero, micro_batch=micro_batch, sequence=sequence, recompute=recompute, schedule=schedule
+        tp=_whole("tp", tp),
+        pp=_whole("pp", pp),
+        zero=_whole("zero", zero, least=0),
+        micro_batch=_whole("micro_batch", micro_batch),
+        sequence=sequence,
+        recompute=recompute,
+        schedule=schedule,
     )
     layout.check(profile, request)
     source, shared = _captured(model, example_inputs, profile, request, Reporter(), units, opaque)
@@ -135,29 +153,49 @@ def graph(
     from galv.planner.capture.report import report
     from galv.planner.capture.source import resolve_model
 
-    if micro_batch < 1:
-        raise UsageError(f"the micro batch must be at least 1, not {micro_batch}")
+    micro_batch = _whole("micro_batch", micro_batch, most=MAX_GLOBAL_BATCH)
+    seq_len = None if seq_len is None else _whole("seq_len", seq_len, most=MAX_SEQ_LEN)
+    _check_name("precision", precision, Precision)
+    _patterns("units", units or ())
+    _patterns("opaque", opaque)
     source = resolve_model(model, example_inputs, seq_len=seq_len)
     found = capture(source, precision=precision, units=units, opaque=opaque)
     return report(found, micro_batch=micro_batch, seq_len=source.seq_len, precision=precision)
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device: Any = None, seed: int = 0) -> ParallelModule:
+def parallelize(
+    model: nn.Module, plan: Plan, *, device: Any = None, seed: int = 0, targets: str | None = None
+) -> ParallelModule:
     """`model` made parallel under `plan`, to be called on every rank of an initialized process group.
 
     A model on the meta device is initialized shard by shard, the same for every plan with the same `seed`; a model
-    with real weights keeps them. No rank ever holds more than its shard and one unit. Raises UsageError when the world
-    size or the model is not the plan's.
+    with real weights keeps them. No rank ever holds more than its shard and one unit.
+
+    The loss that the model returns must be a mean over its samples or over its valid targets, those that are not -100:
+    a sum would train to something else than on one device. `targets` names the integer input that holds the targets;
+    not needed where it is called `labels`, `label`, `targets`, `target` or `lm_labels`.
+
+    Raises RunError when the world size is not the plan's, UsageError when the model or the name of its targets is not.
     """
     from galv.planner.capture.glue import glue_for
     from galv.runtime.parallelize import parallelize as apply
 
-    glue = glue_for(model, plan) if plan.pipeline.degree > 1 else None
-    return apply(model, plan, glue=glue, device=device, seed=seed, fingerprint=_fingerprint(model, plan))
+    return apply(
+        model,
+        plan,
+        glue=lambda: glue_for(model, plan),
+        device=device,
+        seed=seed,
+        targets=targets,
+        fingerprint=_fingerprint(model, plan),
+    )
 
 
 def build_model(plan: Plan) -> nn.Module:
-    """The model that `plan` was made for, on the meta device. Raises ModelError when it was planned from an object."""
+    """The model that `plan` was made for, on the meta device.
+
+    Raises ModelError when it was planned from an object, and when its inputs are no longer those of the plan.
+    """
     from galv.planner.capture.source import resolve_model
 
     if plan.model.source is None:
@@ -166,6 +204,7 @@ def build_model(plan: Plan) -> nn.Module:
             "galv run PLAN SCRIPT, with galv.parallelize(model, plan) in the script"
         )
     source = resolve_model(plan.model.source, plan.model.inputs_source, seq_len=plan.training.seq_len)
+    _check_inputs(source, plan)
     return source.build()
 
 
@@ -173,12 +212,33 @@ def build_model(plan: Plan) -> nn.Module:
 
 
 def _cluster(cluster: str | ClusterProfile) -> ClusterProfile:
-    return load_cluster(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(cluster, ClusterProfile):
+        return cluster
+    if not isinstance(cluster, str):
+        raise UsageError(f"cluster must be text such as 'h100-sxm-80:8x4' or a ClusterProfile, not {cluster!r}")
+    return load_cluster(cluster)
 
 
 def _check_name(kind: str, name: str, valid: Any) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"the {kind} must be one of {', '.join(get_args(valid))}, not {name!r}")
     if name not in get_args(valid):
         raise UnknownName(kind, name, get_args(valid))
+
+
+def _whole(argument: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+    """`value` as an int, also when it is one of numpy's. Raises UsageError naming the argument."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise UsageError(f"{argument} must be a whole number, not {value!r}")
+    if number < least:
+        raise UsageError(f"{argument} must be at least {least}, not {number}")
+    if most is not None and number > most:
+        raise UsageError(f"{argument} can be at most {most}, not {number}")
+    return number
 
 
 def _request(
@@ -192,21 +252,56 @@ def _request(
     """The training request, checked against the device."""
     from galv.planner.space import Request
 
-    for name, value in (("global batch", global_batch), ("sequence length", 1 if seq_len is None else seq_len)):
-        if value < 1:
-            raise UsageError(f"the {name} must be at least 1, not {value}")
+    global_batch = _whole("global_batch", global_batch, most=MAX_GLOBAL_BATCH)
+    seq_len = None if seq_len is None else _whole("seq_len", seq_len, most=MAX_SEQ_LEN)
     _check_name("optimizer", optimizer, OptimizerName)
     _check_name("precision", precision or "bf16", Precision)
     device = cluster.device
     chosen: Precision = precision or ("bf16" if device.kind == "cuda" and "bf16" in device.dtypes else "fp32")
     device.peak(chosen)
     most = device.memory_bytes / GIB
+    if memory is not None and not _is_number(memory):
+        raise UsageError(f"memory must be a number of GiB, not {memory!r}")
     if memory is not None and not 0 < memory <= most * (1 + 1e-9):
         raise UsageError(f"memory is per device, in GiB: {device.name} has {most:.1f}, {memory:g} was asked for")
     budget = device.memory_bytes if memory is None else round(memory * GIB)
     return Request(
         global_batch=global_batch, seq_len=seq_len, precision=chosen, optimizer=optimizer, budget_bytes=budget
     )
+
+
+def _patterns(argument: str, value: Any) -> None:
+    """Nothing for a collection of texts. Raises UsageError for one text, which would be read letter by letter."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
+        raise UsageError(f"{argument} must be a list of patterns such as ['encoder.stages.*'], not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_inputs(source: ModelSource, plan: Plan) -> None:
+    """Nothing when the inputs of `source` are those that `plan` describes."""
+    from galv.planner.capture.inputs import input_specs
+
+    found = input_specs(source.example, plan.model.num_samples, source.limits)
+    if [_form(spec) for spec in found] != [_form(spec) for spec in plan.model.inputs]:
+        raise ModelError(
+            f"{source.name} takes {', '.join(map(_described, found))}, but the plan is for "
+            f"{', '.join(map(_described, plan.model.inputs))}; plan again"
+        )
+    for spec in plan.model.inputs:
+        limit = source.limits.get(spec.name)
+        if limit is not None and (spec.high or 0) > limit:
+            raise ModelError(f"input {spec.name} of {source.name} is below {limit}, but the plan says {spec.high}")
+
+
+def _form(spec: InputSpec) -> tuple[Any, ...]:
+    return spec.name, spec.shape, spec.dtype, spec.batch_dim
+
+
+def _described(spec: InputSpec) -> str:
+    return f"{spec.name} {spec.dtype} {spec.shape}"
 
 
 def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
@@ -229,6 +324,8 @@ def _captured(
 ) -> tuple[ModelSource, FactsPricer]:
     """The traced model, ready to be priced on `cluster`."""
     reporter.phase("tracing the model")
+    _patterns("units", units or ())
+    _patterns("opaque", opaque)
     from galv.cost_models.unit import FactsPricer
     from galv.planner.capture import capture
     from galv.planner.capture.source import resolve_model

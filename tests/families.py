@@ -17,18 +17,17 @@ from galv.planner.capture.source import ModelSource, resolve_model
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     Cluster,
-    Estimate,
     Model,
     Pipeline,
     Plan,
     Precision,
     Stage,
     Strategy,
-    TimeBreakdown,
     Training,
     Unit,
 )
 from tests.models import others, sequences
+from tests.plans import almost_nothing
 
 SEQ_LEN = 32
 _TEXT: dict[str, Any] = {
@@ -271,14 +270,5 @@ def pipelined(graph: ModelGraph, cuts: tuple[int, ...], num_samples: int) -> Pla
         ),
         pipeline=Pipeline(degree=len(stages), schedule="gpipe"),
         stages=stages,
-        estimate=Estimate(
-            step_seconds=0.0,
-            tokens_per_second=0.0,
-            mfu=0.0,
-            model_flops=0.0,
-            peak_bytes=(0,) * len(stages),
-            fits=True,
-            breakdown=TimeBreakdown(),
-            stages=(),
-        ),
+        estimate=almost_nothing([len(stage.units) for stage in stages]),
     )

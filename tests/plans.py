@@ -13,16 +13,19 @@ from galv.planner.plan import (
     Cluster,
     Estimate,
     InputSpec,
+    MemoryBreakdown,
     Model,
     Pipeline,
     Plan,
     ScheduleName,
     Stage,
+    StageEstimate,
     Strategy,
     TensorParallelLayout,
     TimeBreakdown,
     Training,
     Unit,
+    UnitEstimate,
 )
 
 VOCABULARY = 64
@@ -103,13 +106,17 @@ def hand_made_plan(
     global_batch: int = 8,
     layouts: Sequence[TensorParallelLayout] = (),
 ) -> Plan:
-    """A plan for a tiny model, priced at nothing; `stages` are the numbers of units of each pipeline stage."""
+    """A plan for a tiny model, priced at almost nothing; `stages` are the numbers of units of each pipeline stage.
+
+    What stands around the blocks never recomputes.
+    """
     modules = unit_modules(model)
     each = [strategies] * len(modules) if isinstance(strategies, Strategy) else list(strategies)
     units = []
     for (kind, names), strategy in zip(modules, each, strict=True):
         name = f"{kind}{len(units)}" if kind == "block" else kind
-        units.append(Unit(name=name, unit_class=kind, modules=names, strategy=strategy))
+        own = strategy if kind == "block" else strategy.model_copy(update={"recompute": "none"})
+        units.append(Unit(name=name, unit_class=kind, modules=names, strategy=own))
     sizes = [len(units)] if stages is None else list(stages)
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     shape = (2, SEQ_LEN)
@@ -146,16 +153,30 @@ def hand_made_plan(
         pipeline=Pipeline(degree=len(sizes), schedule=schedule),
         stages=tuple(Stage(units=tuple(units[a:b])) for a, b in pairwise(cuts)),
         layouts=tuple(layouts),
-        estimate=Estimate(
-            step_seconds=0.0,
-            tokens_per_second=0.0,
-            mfu=0.0,
-            model_flops=0.0,
-            peak_bytes=(0,) * len(sizes),
-            fits=True,
-            breakdown=TimeBreakdown(),
-            stages=(),
-        ),
+        estimate=almost_nothing(sizes),
+    )
+
+
+def almost_nothing(sizes: Sequence[int]) -> Estimate:
+    """An estimate of a microsecond and a byte for each unit of stages of those sizes."""
+    cost = UnitEstimate(compute_seconds=1e-6, communication_seconds=0.0, state_bytes=1, activations_bytes=0)
+    stages = tuple(
+        StageEstimate(
+            time=TimeBreakdown(compute_seconds=1e-6 * size),
+            memory=MemoryBreakdown(parameters_bytes=size),
+            units=(cost,) * size,
+        )
+        for size in sizes
+    )
+    return Estimate(
+        step_seconds=1e-6 * max(sizes),
+        tokens_per_second=1.0,
+        mfu=0.0,
+        model_flops=1.0,
+        peak_bytes=tuple(sizes),
+        fits=True,
+        breakdown=TimeBreakdown(compute_seconds=1e-6 * max(sizes)),
+        stages=stages,
     )
 
 

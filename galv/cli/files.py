@@ -27,29 +27,47 @@ def read_plan(path: Path) -> Plan:
 
 
 def check_writable(path: Path | None, what: str = "the plan") -> None:
-    """Nothing, when `what` can be written to `path`. Raises UsageError before any work is spent otherwise."""
+    """Nothing, when `what` can be written to `path`. Raises UsageError before any work is spent otherwise.
+
+    A link is followed. What is there already is replaced only when it is a regular file: no device, pipe or folder.
+    """
     if path is None:
         return
-    folder = path.absolute().parent
+    try:
+        obstacle = _obstacle(path)
+    except OSError as error:
+        obstacle = error.strerror
+    if obstacle:
+        raise UsageError(f"cannot write {what} to {path}: {obstacle}")
+
+
+def _obstacle(path: Path) -> str | None:
+    """What stands against writing to `path`. Raises OSError where the system cannot tell."""
+    target = Path(os.path.realpath(path))
+    folder = target.parent
+    if target.is_symlink():
+        return "its links lead round in a circle"
     if path.is_dir():
-        raise UsageError(f"cannot write {what} to {path}: it is a folder; name a file in it")
+        return "it is a folder; name a file in it"
+    if path.exists() and not path.is_file():
+        return "it is no regular file; name a new file, or print to standard output (--json)"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "the file there is not writable"
     if not folder.is_dir():
-        raise UsageError(f"cannot write {what} to {path}: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {what} to {path}: the folder {folder} is not writable")
+        return f"there is no folder {folder}"
+    return None if os.access(folder, os.W_OK) else f"the folder {folder} is not writable"
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Writes `plan` to `path`, whole or not at all. Raises UsageError when the system refuses."""
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise UsageError(f"cannot write the plan to {path}: {error.strerror}") from error
+    write_text(plan.to_json(), path, "the plan")
 
 
-def write_text(text: str, path: Path) -> None:
-    """Writes `text` to `path`. Raises UsageError when the system refuses."""
+def write_text(text: str, path: Path, what: str = "the graph") -> None:
+    """Writes `text`, which is `what`, to `path`, whole or not at all. Raises UsageError when the system refuses."""
+    from galv.planner.plan import write_whole
+
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(text, path)
     except OSError as error:
-        raise UsageError(f"cannot write to {path}: {error.strerror}") from error
+        raise UsageError(f"cannot write {what} to {path}: {error.strerror}") from error

@@ -97,7 +97,9 @@ def _checked(launcher: Launcher, environment: Mapping[str, str]) -> Launcher:
         )
     _number(complete, "LOCAL_RANK")
     if not 0 < _number(complete, "MASTER_PORT") < 2**16:
-        _say_once(launcher.rank, f"MASTER_PORT is {complete['MASTER_PORT']} in the environment, but a port is 1 to 65535")
+        _say_once(
+            launcher.rank, f"MASTER_PORT is {complete['MASTER_PORT']} in the environment, but a port is 1 to 65535"
+        )
     return launcher
 
 

@@ -10,7 +10,7 @@ from galv.planner.assemble import assemble
 from galv.planner.plan import Plan, Recompute, ScheduleName, SequenceMode
 from galv.planner.planner import exclusion
 from galv.planner.search.solve import solve
-from galv.planner.space import Candidate, Request, divisors, setting_for
+from galv.planner.space import Candidate, Request, divisors, listed, setting_for
 from galv.planner.tables import Limits, priced_tables
 from galv.profiles.cluster import ClusterProfile
 
@@ -49,13 +49,12 @@ class Layout:
         if devices % (self.tp * self.pp):
             raise UsageError(
                 f"tp {self.tp} x pp {self.pp} = {self.tp * self.pp} does not divide the {devices} devices of "
-                f"{cluster.spec}; the product can be {', '.join(map(str, divisors(devices)))}"
+                f"{cluster.spec}; the product can be {listed(divisors(devices))}"
             )
         if cluster.devices_per_node % self.tp:
-            valid = ", ".join(map(str, divisors(cluster.devices_per_node)))
             raise UsageError(
                 f"tp {self.tp} would leave the node: nodes of {cluster.spec} have {cluster.devices_per_node} devices; "
-                f"tp can be {valid}"
+                f"tp can be {listed(divisors(cluster.devices_per_node))}"
             )
 
     def _check_batch(self, cluster: ClusterProfile, request: Request) -> None:
@@ -107,9 +106,17 @@ def priced_by_hand(
     candidate = layout.candidate(shared, request)
     reason = exclusion(shared, candidate.setting.tp, candidate.setting.sequence)
     if reason is not None:
-        raise UsageError(f"this model cannot be split so: {reason}")
+        raise UsageError(f"this model cannot be split so: {reason}{_without_sequence(shared, candidate)}")
     limits = Limits(zero=layout.zero, recompute=layout.recompute)
     priced = next(priced_tables(shared, candidate, request.budget_bytes, limits))
     solution = solve(replace(priced.table, usable_bytes=UNLIMITED_BYTES))
     assert solution is not None, "without a memory limit every cut is feasible"
     return assemble(priced, solution, request, source=source, inputs_source=inputs_source, alternatives=(), search=None)
+
+
+def _without_sequence(shared: FactsPricer, candidate: Candidate) -> str:
+    """What to do about a layout that is impossible only because sequences are sharded; nothing to say otherwise."""
+    setting = candidate.setting
+    if setting.sequence == "none" or exclusion(shared, setting.tp, "none") is not None:
+        return ""
+    return f"; tp {setting.tp} works with whole sequences (--no-sequence-parallel, sequence='none')"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 SequenceMode = Literal["none", "megatron"]
 
@@ -35,8 +35,8 @@ class Layout(Frozen):
     """
 
     kind: Literal["R", "R+", "S", "P"]
-    dim: int | None = None
-    chunks: int = 1
+    dim: int | None = Field(None, ge=0, lt=64)
+    chunks: int = Field(1, ge=1, le=2**20)
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -112,7 +112,7 @@ class LocalArgument(Frozen):
 
     module: str
     function: str
-    occurrence: int
+    occurrence: int = Field(ge=0)
     arguments: dict[int, int]
 
 
@@ -125,7 +125,7 @@ class TensorParallelLayout(Frozen):
     """
 
     unit_class: str
-    degree: int
+    degree: int = Field(ge=1, le=2**20)
     sequence: SequenceMode
     modules: tuple[ModuleLayout, ...]
     local_arguments: tuple[LocalArgument, ...] = ()

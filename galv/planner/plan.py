@@ -8,10 +8,12 @@ to. `planner` writes plans, `runtime` reads them.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -23,13 +25,35 @@ from galv.planner.layout import Redistribution as Redistribution
 from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
+from galv.planner.plan_checks import faults, repeated
 
 SCHEMA_VERSION: Final = 1
+MAX_GLOBAL_BATCH: Final = 2**40
+"""Samples of one optimizer step."""
+MAX_SEQ_LEN: Final = 2**24
+"""Tokens of one sample."""
+MAX_DEVICES: Final = 2**20
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["none", "gpipe", "1f1b"]
+DtypeName = Literal[
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+"""torch's names of the dtypes that an input can have."""
+
+Name = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=2**62)]
+Samples = Annotated[int, Field(ge=1, le=MAX_GLOBAL_BATCH)]
+Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+# What is estimated has bounds only to be printable: a layout by hand may ask for the absurd.
+Bytes = Annotated[int, Field(ge=0, le=10**60)]
+Figure = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
+Duration = Annotated[float, Field(gt=1e-60, le=1e60, allow_inf_nan=False)]
+"""Seconds that are divided by."""
 
 
 # ----------------------------------------------------------------------------------------------- the plan's parts
@@ -75,8 +99,8 @@ class Strategy(Frozen):
 class Unit(Frozen):
     """The smallest piece of the model that gets one strategy."""
 
-    name: str
-    unit_class: str
+    name: Name
+    unit_class: Name
     modules: tuple[str, ...]
     """Fully qualified names of the modules that hold its parameters: one repeated block, or the few around them."""
     strategy: Strategy
@@ -98,6 +122,17 @@ class Unit(Frozen):
         cut = self.strategy.sequence == "megatron" and self.is_block
         return Layout(kind="S", dim=1) if cut else Layout(kind="R")
 
+    @property
+    def can_recompute(self) -> bool:
+        """Whether its forward can be run again: it is one module, and not what begins or ends the model."""
+        return len(self.modules) == 1 and not self.parameters and self.name not in ("embedding", "head")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Unit:
+        if self.strategy.recompute != "none" and not self.can_recompute:
+            raise ValueError(f"unit {self.name} cannot recompute; only repeated blocks of one module can")
+        return self
+
 
 class Stage(Frozen):
     """Consecutive units on one sub-mesh."""
@@ -108,14 +143,20 @@ class Stage(Frozen):
 class InputSpec(Frozen):
     """One tensor that the model takes, for one microbatch of one sample group."""
 
-    name: str
-    shape: tuple[int, ...]
+    name: Name
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_GLOBAL_BATCH)], ...], Field(max_length=64)]
     """Global shape for `Model.sample_batch` samples."""
-    dtype: str
-    batch_dim: int | None
+    dtype: DtypeName
+    batch_dim: int | None = Field(ge=0)
     """The dim that counts samples, None when the input is the same for every sample."""
-    high: int | None = None
+    high: int | None = Field(None, ge=1, le=2**63 - 1)
     """Integer inputs: exclusive upper bound of the values, for synthetic data."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> InputSpec:
+        if self.batch_dim is not None and self.batch_dim >= len(self.shape):
+            raise ValueError(f"batch_dim {self.batch_dim} of a tensor with {len(self.shape)} dims")
+        return self
 
 
 class Model(Frozen):
@@ -126,14 +167,28 @@ class Model(Frozen):
     """MODEL as given on the command line; None when planned from an object in Python."""
     inputs_source: str | None = None
     """The --inputs factory, when one was given."""
-    num_parameters: int
-    num_samples: int
+    num_parameters: int = Field(ge=0, le=2**62)
+    num_samples: Samples
     """Samples in `inputs`, along their batch dims."""
-    inputs: tuple[InputSpec, ...]
+    inputs: tuple[InputSpec, ...] = Field(min_length=1)
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of parameter names that are one tensor."""
     fingerprint: str
     """Hash of the unit classes and of every parameter's name, shape and tie."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Model:
+        twice = repeated(spec.name for spec in self.inputs)
+        if twice is not None:
+            raise ValueError(f"two inputs are named {twice!r}")
+        for spec in self.inputs:
+            if spec.batch_dim is not None and (spec.shape[spec.batch_dim] or 1) % self.num_samples:
+                raise ValueError(
+                    f"input {spec.name}: dim {spec.batch_dim} of {spec.shape} holds no {self.num_samples} samples"
+                )
+        if all(spec.batch_dim is None for spec in self.inputs):
+            raise ValueError("no input has a batch_dim")
+        return self
 
     def input_shape(self, spec: InputSpec, num_samples: int) -> tuple[int, ...]:
         """The shape of one of `inputs` for that many samples."""
@@ -146,10 +201,10 @@ class Model(Frozen):
 class Training(Frozen):
     """The training set-up that the plan was made for."""
 
-    seq_len: int | None
+    seq_len: int | None = Field(ge=1, le=MAX_SEQ_LEN)
     """Tokens per sample; None when a sample has no tokens."""
-    global_batch: int
-    num_microbatches: int
+    global_batch: Samples
+    num_microbatches: Samples
     precision: Precision
     optimizer: OptimizerName
 
@@ -157,9 +212,10 @@ class Training(Frozen):
 class Pipeline(Frozen):
     """`virtual_stages` model chunks on each of `degree` pipeline ranks, run in the order of `schedule`."""
 
-    degree: int = 1
+    degree: Devices = 1
     schedule: ScheduleName = "none"
-    virtual_stages: int = 1
+    virtual_stages: Literal[1] = 1
+    """No schedule here runs more."""
 
 
 class Cluster(Frozen):
@@ -170,9 +226,9 @@ class Cluster(Frozen):
     device: str
     kind: Literal["cuda", "cpu"]
     """What torch calls such a device."""
-    devices_per_node: int
-    num_nodes: int
-    memory_budget_bytes: int
+    devices_per_node: Devices
+    num_nodes: Devices
+    memory_budget_bytes: Count
     """What one device may hold at most."""
 
     @property
@@ -186,13 +242,13 @@ class Cluster(Frozen):
 class TimeBreakdown(Frozen):
     """Where a step's seconds go on one stage; they sum to the step."""
 
-    compute_seconds: float = 0.0
+    compute_seconds: Figure = 0.0
     """Forward, backward and recomputation."""
-    communication_seconds: float = 0.0
+    communication_seconds: Figure = 0.0
     """Exposed only: what computation does not hide."""
-    bubble_seconds: float = 0.0
+    bubble_seconds: Figure = 0.0
     """Waiting for other stages."""
-    optimizer_seconds: float = 0.0
+    optimizer_seconds: Figure = 0.0
     """Gradient clipping and the optimizer's update."""
 
     @property
@@ -203,13 +259,13 @@ class TimeBreakdown(Frozen):
 class MemoryBreakdown(Frozen):
     """Where one device's bytes go at the peak; they sum to the peak."""
 
-    parameters_bytes: int = 0
-    gradients_bytes: int = 0
-    optimizer_bytes: int = 0
-    activations_bytes: int = 0
-    working_bytes: int = 0
+    parameters_bytes: Bytes = 0
+    gradients_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    activations_bytes: Bytes = 0
+    working_bytes: Bytes = 0
     """Alive for the moment only: gathered parameters, recomputed activations, logits, gradients in flight."""
-    reserved_bytes: int = 0
+    reserved_bytes: Bytes = 0
     """Not the model's: context, communication buffers, allocator slack."""
 
     @property
@@ -227,11 +283,11 @@ class MemoryBreakdown(Frozen):
 class UnitEstimate(Frozen):
     """One unit's part of a step, all microbatches together, on one device."""
 
-    compute_seconds: float
-    communication_seconds: float
-    state_bytes: int
+    compute_seconds: Figure
+    communication_seconds: Figure
+    state_bytes: Bytes
     """Parameters, gradients and optimizer state."""
-    activations_bytes: int
+    activations_bytes: Bytes
     """All microbatches in flight at the peak."""
 
 
@@ -240,22 +296,22 @@ class StageEstimate(Frozen):
     memory: MemoryBreakdown
     units: tuple[UnitEstimate, ...]
     """In the order of the stage's units."""
-    num_in_flight: int = 1
+    num_in_flight: Count = 1
     """Microbatches whose activations are alive at the peak."""
 
 
 class Estimate(Frozen):
     """What a step is predicted to cost."""
 
-    step_seconds: float
-    tokens_per_second: float
+    step_seconds: Duration
+    tokens_per_second: Figure
     """Samples per second where a sample has no tokens."""
-    mfu: float
+    mfu: Figure
     """Model FLOPs over what the devices could do at their peak rate."""
-    model_flops: float
+    model_flops: Figure
     """Forward and backward of one global batch: matrix products once forward and twice backward, attention with all its
     scores, nothing recomputed."""
-    peak_bytes: tuple[int, ...]
+    peak_bytes: tuple[Bytes, ...]
     """One a stage: its fullest device."""
     fits: bool
     breakdown: TimeBreakdown
@@ -269,7 +325,7 @@ class Alternative(Frozen):
     name: str
     layout: str
     """In words; empty when no such layout exists here."""
-    step_seconds: float | None
+    step_seconds: Duration | None
     """None when it does not fit or does not exist."""
     reason: str
     """Why not, when `step_seconds` is None."""
@@ -278,11 +334,11 @@ class Alternative(Frozen):
 class SearchReport(Frozen):
     """What the search did."""
 
-    seconds: float
-    candidates: int
+    seconds: Figure
+    candidates: int = Field(ge=0, le=2**62)
     """Layouts priced."""
     proven_optimal: bool
-    gap: float
+    gap: float = Field(ge=0, le=1)
     """At most this share of the step time could still be saved within the searched space; 0 when proven."""
 
 
@@ -351,43 +407,44 @@ class Plan(Frozen):
             raise ValueError(
                 f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?"
             ) from error
+        except RecursionError as error:
+            raise ValueError("its brackets are nested too deeply") from error
         version = data.get("schema_version") if isinstance(data, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"schema version {version!r}; this galv reads version {SCHEMA_VERSION}")
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{place}: {first['msg']}") from error
+            message = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{place}: {message}" if place else message) from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to `path`, whole or not at all."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Writes the plan to `path`, whole or not at all, see `write_whole`."""
+        write_whole(self.to_json(), path)
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
-        if len(self.stages) != self.pipeline.degree * self.pipeline.virtual_stages:
-            raise ValueError(f"{len(self.stages)} stages for {self.pipeline.degree} pipeline ranks")
-        if not all(stage.units for stage in self.stages):
-            raise ValueError("a stage without units")
-        per_stage = self.num_devices // self.pipeline.degree
-        for unit in self.units():
-            if unit.strategy.num_devices * self.pipeline.degree != self.num_devices:
-                raise ValueError(
-                    f"unit {unit.name}: {unit.strategy} covers {unit.strategy.num_devices} devices of {per_stage}"
-                )
-            if unit.strategy.tp > 1 and self.layout_of(unit) is None:
-                raise ValueError(f"unit {unit.name}: no layout for tp {unit.strategy.tp}")
-        if self.micro_batch * self.training.num_microbatches * self.data_parallel_degree != self.training.global_batch:
-            raise ValueError(
-                f"global batch {self.training.global_batch} is not microbatch x {self.training.num_microbatches} "
-                f"microbatches x {self.data_parallel_degree} data-parallel groups"
-            )
+        for fault in faults(self):
+            raise ValueError(fault)
         return self
+
+
+def write_whole(text: str, path: str | Path) -> None:
+    """Makes `text` the content of the file at `path`, whole or not at all.
+
+    A link is followed: what it leads to is replaced. Raises OSError where the system refuses, and where something is
+    at `path` that is no regular file (a device, a pipe, a folder): that cannot be replaced without being destroyed.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    partial = target.with_name(f".galv-{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -8,9 +8,8 @@ and, for repeated blocks, recompute none, selective or full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import isqrt
 
 from galv.cost_models.unit import Setting
 from galv.errors import UsageError
@@ -42,9 +41,33 @@ class Candidate:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number`, ascending."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    """The divisors of `number`, ascending; by its prime factors, as a number may have 40 bits."""
+    found = [1]
+    for prime, times in _prime_factors(number):
+        found = [d * prime**power for d in found for power in range(times + 1)]
+    return sorted(found)
+
+
+def _prime_factors(number: int) -> Iterator[tuple[int, int]]:
+    """The primes that divide `number`, ascending, each with how often."""
+    prime = 2
+    while prime * prime <= number:
+        times = 0
+        while number % prime == 0:
+            number, times = number // prime, times + 1
+        if times:
+            yield prime, times
+        prime += 1 if prime == 2 else 2
+    if number > 1:
+        yield number, 1
+
+
+def listed(numbers: Iterable[int], most: int = 12) -> str:
+    """`numbers` in words, ascending; of a long list the smallest and the largest."""
+    ordered = [str(number) for number in sorted(numbers)]
+    if len(ordered) > most:
+        ordered = [*ordered[: most - 2], "...", *ordered[-2:]]
+    return ", ".join(ordered)
 
 
 def candidates(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> list[Candidate]:
@@ -130,6 +153,6 @@ def _no_candidate(graph: ModelGraph, cluster: ClusterProfile, request: Request) 
     least = min(groups)
     return (
         f"global batch {request.global_batch} cannot be shared out on {cluster.num_devices} devices: it must be a "
-        f"multiple of the number of data-parallel groups, which can be {', '.join(map(str, sorted(groups)))} here. "
+        f"multiple of the number of data-parallel groups, which can be {listed(groups)} here. "
         f"A multiple of {least} would work, such as {max(1, round(request.global_batch / least)) * least}"
     )

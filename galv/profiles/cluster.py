@@ -32,10 +32,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from galv.errors import ClusterError
 from galv.profiles.device import (
@@ -49,7 +49,10 @@ from galv.profiles.device import (
     read_figures,
 )
 
-_SPEC = re.compile(r"(?P<device>[^:]+):(?P<devices>\d+)x(?P<nodes>\d+)")
+MAX_DEVICES = 2**20
+"""Of one cluster."""
+
+_SPEC = re.compile(r"(?P<device>[^:]+):(?P<devices>[0-9]{1,999})x(?P<nodes>[0-9]{1,999})")
 _FORM = "write DEVICE:DEVICES_PER_NODExNODES, such as h100-sxm-80:8x4, or the path of a .yaml file"
 
 
@@ -89,6 +92,12 @@ class ClusterProfile(BaseModel):
     def __hash__(self) -> int:
         return hash((self.spec, self.device, self.devices_per_node, self.num_nodes, self.intra_node, self.inter_node))
 
+    @model_validator(mode="after")
+    def _bounded(self) -> ClusterProfile:
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(_too_large(self.devices_per_node, self.num_nodes))
+        return self
+
     @property
     def num_devices(self) -> int:
         return self.devices_per_node * self.num_nodes
@@ -109,16 +118,26 @@ def load_cluster(spec: str) -> ClusterProfile:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise ClusterError(f"{spec!r} is no cluster; {_FORM}")
+    device = load_device(match["device"])
     devices, nodes = int(match["devices"]), int(match["nodes"])
     if min(devices, nodes) < 1:
         raise ClusterError(f"{spec!r} has no device; a cluster needs at least 1 device per node and 1 node")
+    if devices * nodes > MAX_DEVICES:
+        raise ClusterError(f"{spec!r}: {_too_large(devices, nodes)}")
     return ClusterProfile(
         spec=spec,
-        device=load_device(match["device"]),
+        device=device,
         devices_per_node=devices,
         num_nodes=nodes,
         intra_node=default_link(match["device"], "intra_node"),
         inter_node=default_link(match["device"], "inter_node"),
+    )
+
+
+def _too_large(devices_per_node: int, num_nodes: int) -> str:
+    return (
+        f"{devices_per_node} devices on each of {num_nodes} nodes are too many; a cluster can have at most "
+        f"{MAX_DEVICES} devices"
     )
 
 
@@ -131,15 +150,22 @@ def default_link(device: str, which: str) -> LinkProfile:
 # ----------------------------------------------------------------------------------------------- YAML files
 
 
-class _LinkFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+# Bounds far beyond any device, within which nothing that is computed from them overflows.
+_GigabytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e9)]
+_Tflops = Annotated[float, Field(ge=1e-6, le=1e9)]
+_Microseconds = Annotated[float, Field(ge=0, le=1e9)]
+_Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 
-    gigabytes_per_second: float | None = Field(None, gt=0)
-    efficiency: float | None = Field(None, gt=0, le=1)
-    gather_efficiency: float | None = Field(None, gt=0, le=1)
-    latency_microseconds: float | None = Field(None, ge=0)
-    base_microseconds: float | None = Field(None, ge=0)
-    devices_per_link: int | None = Field(None, ge=1)
+
+class _LinkFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    gigabytes_per_second: _GigabytesPerSecond | None = None
+    efficiency: _Efficiency | None = None
+    gather_efficiency: _Efficiency | None = None
+    latency_microseconds: _Microseconds | None = None
+    base_microseconds: _Microseconds | None = None
+    devices_per_link: int | None = Field(None, ge=1, le=MAX_DEVICES)
 
     def figures(self, usual: LinkProfile) -> dict[str, float | int]:
         """What the file says, under the names and in the units of LinkProfile.
@@ -160,19 +186,19 @@ class _LinkFile(BaseModel):
 
 
 class _LinksFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     intra_node: _LinkFile = _LinkFile()
     inter_node: _LinkFile = _LinkFile()
 
 
 class _DeviceFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    name: str
-    memory_gib: float = Field(gt=0)
-    tflops: dict[Literal["bf16", "fp16", "tf32", "fp32", "fp8"], Rate]
-    memory_gigabytes_per_second: float = Field(gt=0)
+    name: str = Field(min_length=1)
+    memory_gib: float = Field(gt=0, le=2**30)
+    tflops: dict[Literal["bf16", "fp16", "tf32", "fp32", "fp8"], _Tflops]
+    memory_gigabytes_per_second: _GigabytesPerSecond
     like: str = "a100-sxm-80"
 
 
@@ -180,8 +206,8 @@ class _ClusterFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     device: str
-    devices_per_node: int = Field(ge=1)
-    num_nodes: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1, le=MAX_DEVICES)
+    num_nodes: int = Field(ge=1, le=MAX_DEVICES)
     links: _LinksFile = _LinksFile()
 
 
@@ -190,7 +216,7 @@ def _read_file(path: str) -> ClusterProfile:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ClusterError(f"cannot read the cluster file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets the constructors of values speak
         raise ClusterError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise ClusterError(f"{path}: a cluster file has the keys device, devices_per_node, num_nodes and links")
@@ -199,6 +225,8 @@ def _read_file(path: str) -> ClusterProfile:
         inline = read_figures(_DeviceFile, data["device"], f"{path}: device")
         data = {**data, "device": inline.name}
     file = read_figures(_ClusterFile, data, path)
+    if file.devices_per_node * file.num_nodes > MAX_DEVICES:
+        raise ClusterError(f"{path}: {_too_large(file.devices_per_node, file.num_nodes)}")
     device = load_device(file.device) if inline is None else _inline_device(path, inline)
     usual = file.device if inline is None else inline.like
     return ClusterProfile(
@@ -216,6 +244,11 @@ def _inline_device(path: str, given: _DeviceFile) -> DeviceProfile:
     base = load_device(given.like)
     if "fp32" not in given.tflops:
         raise ClusterError(f"{path}: device.tflops needs at least fp32; it has {', '.join(given.tflops) or 'nothing'}")
+    if given.memory_gib * 2**30 < base.context_bytes + 1:
+        raise ClusterError(
+            f"{path}: device.memory_gib: {given.memory_gib:g} leaves nothing: {given.like} needs "
+            f"{base.context_bytes / 2**30:.2f} GiB before the first tensor"
+        )
     peaks = {dtype: rate * 1e12 for dtype, rate in given.tflops.items()}
     usual = base.matmul_efficiency
     figures = {

@@ -20,8 +20,8 @@ from galv.errors import ClusterError, UnknownName, UsageError
 Kind = TypeVar("Kind", bound=BaseModel)
 
 Share = Annotated[float, Field(gt=0, le=1)]
-Rate = Annotated[float, Field(gt=0)]
-Seconds = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _SHORT_DTYPES = {
     "float32": "fp32",
@@ -170,6 +170,9 @@ def library_entry(name: str) -> Mapping[str, Any]:
     return entry
 
 
+_NO_MAPPING = "Input should be keys with values"
+
+
 def read_figures(kind: type[Kind], data: Mapping[str, Any], what: str) -> Kind:
     """`data` as a value of `kind`. Raises ClusterError naming `what` and the first figure that is wrong."""
     try:
@@ -177,5 +180,6 @@ def read_figures(kind: type[Kind], data: Mapping[str, Any], what: str) -> Kind:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
+        message = _NO_MAPPING if first["type"] in ("model_type", "dict_type") else first["msg"]
+        message = message.removeprefix("Value error, ")
         raise ClusterError(f"{what}: {place + ': ' if place else ''}{message}") from error

@@ -11,7 +11,7 @@ when (ZeRO, arXiv 1910.02054):
 Replicas of shards (dp_replicate > 1 with zero 1 to 3) are all-reduced at the last microbatch only. `fully_shard` over a
 shard axis of length 1 does what torch's composable `replicate` does, at the same cost, so one mechanism serves all.
 Where nothing is sharded and nothing is cast (every unit zero 0, tp 1, fp32, no pipeline) DistributedDataParallel takes
-its place, which needs no second copy of parameters and gradients.
+its place (`replicas`), which needs no second copy of parameters and gradients.
 
 Gradients are averaged over the data-parallel groups, as users of DDP expect.
 """
@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from galv.planner.plan import Plan, Precision, Unit
+from galv.runtime.replicas import Replicas
 
 COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -105,36 +104,28 @@ def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: 
     return group
 
 
-def replicate(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-    """`model` with its gradients averaged over `group`; the ranks' weights are equal already."""
-    ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
-    # Buffers are computed alike on every rank. (The constructor's argument for this changed its name in torch 2.13.)
-    ddp.broadcast_buffers = False
-    return ddp
-
-
 class GradientSync:
     """Says to every unit what to do with its gradients in the microbatch to come."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[FSDPModule, int]] = []
-        self._ddp: DistributedDataParallel | None = None
+        self._replicas: Replicas | None = None
 
     def add(self, group: FSDPModule, zero: int) -> None:
         """Takes charge of an FSDP group of that level."""
         self._groups.append((group, zero))
 
-    def add_ddp(self, ddp: DistributedDataParallel) -> None:
+    def add_replicas(self, replicas: Replicas) -> None:
         """Takes charge of a replicated model."""
-        self._ddp = ddp
+        self._replicas = replicas
 
     def prepare(self, *, last: bool) -> None:
         """Sets what the next forward and backward do; `last` when no other microbatch follows in this step.
 
         With a pipeline, whose forwards run ahead, before each backward.
         """
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = last
+        if self._replicas is not None:
+            self._replicas.reduces = last
         for group, zero in self._groups:
             group.set_requires_gradient_sync(last or zero >= 2, recurse=False)
             group.set_requires_all_reduce(last, recurse=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
 from galv.runtime.full_state import full_state
 from galv.runtime.gradients import clip_gradients, total_norm
-from galv.runtime.loss import count_targets, loss_of, microbatch_weights, weighted
+from galv.runtime.loss import Targets, loss_of, weighted
 from galv.runtime.loss_scale import LossScale
 from galv.runtime.mesh import Meshes
 from galv.runtime.optimizer import OptimizerFactory, build_optimizer
@@ -38,9 +38,9 @@ class Parts:
     """By original name, how parameters are cut along the tensor axis."""
     copies: frozenset[str]
     """Parameters that are copies of one on an earlier stage."""
-    shifts_labels: bool
-    called: nn.Module
-    """What a forward calls: the model, or DistributedDataParallel around it."""
+    targets: Targets
+    called: Callable[..., Any]
+    """What a forward calls: the model, or `Replicas` around it."""
     randomness: Randomness
     loss_scale: LossScale | None
     """Under fp16 only."""
@@ -77,14 +77,21 @@ class ParallelModule(nn.Module):
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean loss over the global batch, a float32 scalar alike on every rank; gradients are accumulated.
 
-        `batch` has this rank's samples, see `shard_batch`. Clip, update and zero the gradients afterwards. Raises
-        UsageError when the batch is not of the plan's size.
+        `batch` has this rank's samples, see `shard_batch`. Clip, update and zero the gradients afterwards.
+
+        The loss that the model returns must be a mean: over its valid targets (those that are not -100) where it has
+        integer targets, else over its samples. The means of microbatches and ranks are averaged in proportion to their
+        targets, which gives the mean over the global batch; of sums, over samples say, it would give another number
+        and too small gradients. The targets are the integer input called `labels`, `label`, `targets`, `target` or
+        `lm_labels`, or the one named to `parallelize`.
+
+        Raises UsageError when the batch is not of the plan's size or another integer input holds -100, and ModelError
+        when the model returns no loss.
         """
         batch = self._on_device(batch)
         microbatches = self._microbatches(batch)
-        counts = torch.stack([count_targets(m, shifted=self._parts.shifts_labels) for m in microbatches])
         meshes = self._parts.meshes
-        weights = microbatch_weights(counts.to(self.device), meshes.data_group, meshes.data_degree)
+        weights = self._parts.targets.weights(microbatches, meshes.data_group, meshes.data_degree)
         loss = self._scaled_step(batch, microbatches, weights)
         dist.all_reduce(loss, group=meshes.data_group)
         return loss.detach() / meshes.data_degree

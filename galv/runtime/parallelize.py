@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from galv.errors import ModelError
+from galv.errors import ModelError, UnknownName
 from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
 from galv.runtime import data_parallel
 from galv.runtime.data_parallel import GradientSync, Group
-from galv.runtime.loss import shifts_labels
+from galv.runtime.loss import Targets, shifts_labels
 from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
@@ -21,31 +24,39 @@ from galv.runtime.module import ParallelModule, Parts
 from galv.runtime.pipeline import StageModule, build_stage
 from galv.runtime.randomness import Randomness, ShardRegions, seed_from
 from galv.runtime.recompute import apply_recompute
+from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
-from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
+from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_argument, convert_input, convert_output
 from galv.runtime.ties import Ties
+
+Glue = fx.GraphModule | Callable[[], fx.GraphModule]
+"""A model's traced forward around its units, or what gives it."""
 
 
 def parallelize(
     model: nn.Module,
     plan: Plan,
     *,
-    glue: fx.GraphModule | None = None,
+    glue: Glue | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
     weights: Weights | None = None,
+    targets: str | None = None,
     fingerprint: str | None = None,
 ) -> ParallelModule:
     """This rank's part of `model`, ready to train under `plan`. Changes the model in place; every rank must call it.
 
     Meta tensors of the model are initialized from `seed`, or taken from `weights` (see `materialize`); real ones keep
-    rank 0's values. `glue` is the model's traced forward around its units, needed with a pipeline. `device` is by
-    default this rank's GPU where there is one and NCCL talks to it, else the CPU.
+    rank 0's values. `glue` is the model's traced forward around its units, or gives it when the model has been found
+    to be the plan's; needed with a pipeline. `device` is by default this rank's GPU where there is one and NCCL talks
+    to it, else the CPU. `targets` names the input with the targets that the loss is a mean over (see `train_step`).
 
-    Raises RunError when the world size is not the plan's, and ModelError when the model is not (`fingerprint` is the
-    model's, when known) or when it has a tensor that cannot be initialized.
+    Raises RunError when the world size is not the plan's, UnknownName when the plan has no input called `targets`, and
+    ModelError when the model is not the plan's (`fingerprint` is the model's, when known), when it has a tensor that
+    cannot be initialized, or when it returns no loss and there is a pipeline.
     """
     _check_model(model, plan, fingerprint)
+    _check_targets(plan, targets)
     # A cache of keys and values serves generation only; a block that is recomputed would append to it twice.
     _without_cache(model)
     place = join_world(plan, device)
@@ -68,7 +79,7 @@ def parallelize(
     _shard_root(here)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
-    return _finished(model, here, seed)
+    return _finished(here, Targets(shifts_labels(model), targets), seed)
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,13 @@ class _Here:
         return self.holder.get_submodule(f"model.{name}".rstrip("."))
 
 
-def _here(model: nn.Module, plan: Plan, glue: fx.GraphModule | None, meshes: Meshes, device: torch.device) -> _Here:
+def _here(model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, device: torch.device) -> _Here:
     stage: nn.Module = model
     if plan.pipeline.degree > 1:
         if glue is None:
             raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
-        stage = build_stage(model, plan, glue, meshes.stage_index, device)
+        traced = glue if isinstance(glue, fx.GraphModule) else glue()
+        stage = build_stage(model, plan, traced, meshes.stage_index, device)
     holder = nn.Module()
     holder.add_module("model", stage)
     return _Here(plan, meshes, device, holder, Ties(stage))
@@ -131,6 +143,12 @@ def _check_model(model: nn.Module, plan: Plan, fingerprint: str | None) -> None:
         raise ModelError(
             f"the plan was made for another model than this {type(model).__name__}: {plan.model.name} has {what}"
         )
+
+
+def _check_targets(plan: Plan, targets: str | None) -> None:
+    names = [spec.name for spec in plan.model.inputs]
+    if targets is not None and targets not in names:
+        raise UnknownName("input", targets, names)
 
 
 def _without_cache(model: nn.Module) -> None:
@@ -192,23 +210,34 @@ def _convert_borders(here: _Here) -> None:
     """Changes the layout of the activation in front of each unit that takes another than the unit before it gives."""
     everything = list(here.plan.units())
     for before, unit in pairwise(everything):
-        if unit not in here.units or before.activation == unit.activation:
+        if unit not in here.units:
             continue
-        change = Redistribution(source=before.activation, target=unit.activation)
-        mesh = here.meshes.of(unit.strategy)["tp"]
-        if unit.is_block:
-            convert_input(here.module(unit.modules[0]), change, mesh)
-        elif before in here.units:  # the head has no one module that takes the activation: what gives it changes it
-            convert_output(here.module(before.modules[0]), change, mesh)
-        else:
-            convert_input(here.stage, change, mesh)
+        mesh = here.meshes.of(unit.strategy)["tp"] if unit.strategy.tp > 1 else None
+        if isinstance(here.stage, StageModule) and not unit.is_block and before not in here.units:
+            _convert_crossings(here.stage, unit, mesh)
+        elif before.activation != unit.activation:
+            assert mesh is not None, "only the tensor axis has layouts"
+            change = Redistribution(source=before.activation, target=unit.activation)
+            if unit.is_block:
+                convert_input(here.module(unit.modules[0]), change, mesh)
+            else:  # the head has no one module that takes the activation: what gives it changes it
+                convert_output(here.module(before.modules[0]), change, mesh)
 
 
-def _finished(model: nn.Module, here: _Here, seed: int) -> ParallelModule:
-    called = here.stage
+def _convert_crossings(stage: StageModule, unit: Unit, mesh: DeviceMesh | None) -> None:
+    """Gives `unit`, the first of the stage and no block, all that crosses to it in its own layout."""
+    for position, crossing in enumerate(stage.crossings_in):
+        if crossing.layout != unit.activation:
+            assert mesh is not None, "only the tensor axis has layouts"
+            change = Redistribution(source=crossing.layout, target=unit.activation)
+            convert_argument(stage, position, change, mesh)
+
+
+def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
+    called: Callable[..., Any] = here.stage
     if data_parallel.uses_ddp(here.plan):
-        called = data_parallel.replicate(here.stage, here.meshes.data_group)
-        here.sync.add_ddp(called)
+        called = replicas = Replicas(here.stage, here.meshes.data_group)
+        here.sync.add_replicas(replicas)
     parts = Parts(
         plan=here.plan,
         meshes=here.meshes,
@@ -216,7 +245,7 @@ def _finished(model: nn.Module, here: _Here, seed: int) -> ParallelModule:
         sync=here.sync,
         layouts=here.layouts,
         copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
-        shifts_labels=shifts_labels(model),
+        targets=targets,
         called=called,
         randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,

@@ -8,7 +8,7 @@ connection passes through the stages between). The modules stay the user's own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from galv.errors import ModelError
-from galv.planner.plan import Plan, Unit
+from galv.planner.plan import Layout, Plan, Unit
+from galv.runtime.loss import no_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class Crossing:
     meta: Tensor
     """Its shape and dtype, on the meta device."""
     needs_grad: bool
+    layout: Layout
+    """How it lies on the tensor axis."""
 
 
 class StageModule(nn.Module):
@@ -69,8 +72,9 @@ def build_stage(
 
     `glue` is the model's forward with the units' modules as opaque calls (`planner.capture.glue`), traced for one
     microbatch of one rank; constants and factories of the glue run on `device`. Raises ModelError when the plan's
-    units are not the model's, or do not run in the plan's order.
+    units are not the model's, or do not run in the plan's order, and when the model returns no loss.
     """
+    _check_loss(glue.graph)
     owners = {module: unit for unit in plan.units() for module in unit.modules}
     cut = _Cut(glue.graph, owners, module_stages(plan), len(plan.stages))
     before, after = cut.crossings(stage_index - 1), cut.crossings(stage_index)
@@ -89,7 +93,17 @@ def build_stage(
     for node in graph.nodes:
         if node.op == "get_attr":
             _attach_tensor(stage, str(node.target), model, glue, device)
+    if stage_index == 0:  # what the glue does not use is nobody's else
+        for name in _persistent_buffers(model):
+            if not any(name.startswith(f"{module}.") for module in owners):
+                _attach_tensor(stage, name, model, glue, device)
     return stage
+
+
+def _check_loss(glue: fx.Graph) -> None:
+    result = next(reversed(glue.nodes)).all_input_nodes[0].meta["val"]
+    if result.ndim:
+        raise no_loss(f"a tensor of shape {tuple(result.shape)}")
 
 
 # ----------------------------------------------------------------------------------------------- the cut
@@ -102,6 +116,7 @@ class _Cut:
         self, graph: fx.Graph, owners: dict[str, Unit], module_stages: dict[str, int], num_stages: int
     ) -> None:
         self.graph, self.owners, self.num_stages = graph, owners, num_stages
+        self._layouts: dict[fx.Node, Layout] = {}
         self.stages: dict[fx.Node, int | None] = {}
         for node in graph.nodes:
             self.stages[node] = self._stage(node, module_stages)
@@ -137,19 +152,39 @@ class _Cut:
         return stage <= border and any((self.stages[user] or 0) > border for user in node.users)
 
     def described(self, node: fx.Node) -> Crossing:
-        """The crossing tensor that `node` computes, cut along the sequence when its unit leaves it so."""
-        value = node.meta["val"]
+        """The crossing tensor that `node` computes, cut along the sequence where one rank holds it so."""
+        value, layout = node.meta["val"], self._layout(node)
         assert isinstance(value, Tensor), f"{node.name} crosses a stage border but is no single tensor"
-        unit = self._producer(node)
-        if unit is not None and unit.activation.kind == "S" and value.is_floating_point():
-            value = value.narrow(1, 0, value.shape[1] // unit.strategy.tp)
-        return Crossing(node.name, torch.empty(value.shape, dtype=value.dtype, device="meta"), node.meta["grad"])
+        if layout.dim is not None:
+            tp = next(unit.strategy.tp for unit in self.owners.values())
+            value = value.narrow(layout.dim, 0, value.shape[layout.dim] // tp)
+        meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return Crossing(node.name, meta, node.meta["grad"], layout)
 
-    def _producer(self, node: fx.Node) -> Unit | None:
-        """The unit whose activation `node` is: its module's output or the first part of it."""
-        while node.op == "call_function" and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
-        return self.owners[str(node.target)] if node.op == "call_module" else None
+    def _layout(self, node: fx.Node) -> Layout:
+        """How what `node` computes lies on the tensor axis.
+
+        The activation of a unit, its module's output or the first part of it, as the unit gives it; what operators
+        make of activations, like them while its sequence is as long.
+        """
+        if node not in self._layouts:
+            self._layouts[node] = self._found_layout(node)
+        return self._layouts[node]
+
+    def _found_layout(self, node: fx.Node) -> Layout:
+        source, value = _whole(node), node.meta["val"]
+        if source.op == "call_module" and value.is_floating_point():
+            return self.owners[str(source.target)].activation
+        givers = source.all_input_nodes if source.op == "call_function" and value.ndim > 1 else ()
+        alike = (g for g in givers if isinstance(v := g.meta["val"], Tensor) and v.shape[:2] == value.shape[:2])
+        return next((layout for g in alike if (layout := self._layout(g)).kind == "S"), Layout(kind="R"))
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The node that `node` is the first part of, or itself."""
+    while node.op == "call_function" and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -214,14 +249,21 @@ def _attach_tensor(stage: nn.Module, name: str, model: nn.Module, glue: fx.Graph
     if name not in dict(model.named_buffers()):
         stage.register_buffer(name, getattr(glue, name).to(device), persistent=False)
         return
-    path = name.rpartition(".")[0]
+    path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     if path and not any(True for _ in owner.parameters()):
         _attach(stage, path, owner)
         return
     holder = _holder(stage, path)
-    # Shared, so that whoever materializes the model's buffers materializes the stage's.
-    holder._buffers = owner._buffers
+    if last not in holder._buffers:
+        holder.register_buffer(last, owner._buffers[last], last not in owner._non_persistent_buffers_set)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip(".")
 
 
 def _holder(root: nn.Module, path: str) -> nn.Module:

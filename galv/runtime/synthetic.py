@@ -28,7 +28,7 @@ def synthetic_batches(plan: Plan, seed: int = 0) -> Iterator[dict[str, Tensor]]:
     """
     step = 0
     while True:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         cycle = torch.randperm(_vocabulary(plan), generator=torch.Generator().manual_seed(seed))[:NUM_TOKENS]
         batch = {spec.name: _values(plan, spec, cycle, generator) for spec in plan.model.inputs}
         if "labels" in batch and _alike(batch.get("input_ids"), batch["labels"]):

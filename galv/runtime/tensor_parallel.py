@@ -231,6 +231,16 @@ def convert_input(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
+def convert_argument(module: nn.Module, position: int, change: Redistribution, mesh: DeviceMesh) -> None:
+    """Makes `module` take the positional argument at `position` in another layout than it computes in."""
+    redistribute = redistributor(mesh)
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*args[:position], redistribute(args[position], change), *args[position + 1 :])
+
+    module.register_forward_pre_hook(before)
+
+
 def convert_output(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:
     """Makes `module` give its activation in another layout than it computes in."""
     redistribute = redistributor(mesh)

@@ -43,12 +43,13 @@ def run_galv(capsys: pytest.CaptureFixture[str]) -> Galv:
 def small_plan(num_devices: int = 2) -> p.Plan:
     """A consistent plan: one unit, plain data parallel."""
     unit = p.Unit(name="head", unit_class="head", modules=("head",), strategy=p.Strategy(dp_replicate=num_devices))
+    tokens = p.InputSpec(name="input_ids", shape=(1, 16), dtype="int64", batch_dim=0, high=8)
     time, memory = p.TimeBreakdown(compute_seconds=0.5), p.MemoryBreakdown(parameters_bytes=2**20)
     cost = p.UnitEstimate(compute_seconds=0.5, communication_seconds=0.0, state_bytes=2**20, activations_bytes=2**20)
     return p.Plan(
         galv_version=galv.__version__,
         model=p.Model(
-            name="small", source="small.json", num_parameters=8, num_samples=1, inputs=(), fingerprint="0123abcd"
+            name="small", source="small.json", num_parameters=8, num_samples=1, inputs=(tokens,), fingerprint="0123abcd"
         ),
         cluster=p.Cluster(
             kind="cpu",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from galv.errors import ModelError, UsageError
 from galv.planner.capture.glue import trace_glue
 from galv.planner.plan import Plan, ScheduleName, Strategy
-from galv.runtime.loss import count_targets, loss_of, microbatch_weights, weighted
+from galv.runtime.loss import Targets, loss_of, microbatch_weights, weighted
 from galv.runtime.pipeline import StageModule, build_stage
 from galv.runtime.schedule import PipelineRunner
 from tests.distributed_pool import Pool
@@ -198,7 +198,7 @@ def train_stage(
         told.clear()
         batch = random_batch(plan.training.global_batch, step)
         chunks = zip(*(tensor.chunk(num_microbatches) for tensor in batch.values()), strict=True)
-        counts = torch.stack([count_targets(dict(zip(batch, chunk, strict=True)), shifted=True) for chunk in chunks])
+        counts = torch.stack([Targets(shifted=True).count(dict(zip(batch, chunk, strict=True))) for chunk in chunks])
         losses.append(runner.step(batch, microbatch_weights(counts, None, 1)).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -11,7 +11,7 @@ import torch
 from galv.errors import ModelError, RunError
 from galv.planner.capture.glue import glue_for
 from galv.planner.plan import InputSpec, Plan, Precision, Strategy
-from galv.runtime.loss import count_targets, loss_of, valid_count
+from galv.runtime.loss import Targets, loss_of, valid_count
 from galv.runtime.parallelize import parallelize
 from galv.runtime.synthetic import synthetic_batches
 from galv.runtime.trainer import StepRecord, single_process_losses, train
@@ -132,9 +132,9 @@ def test_targets_are_counted_as_the_model_counts_them() -> None:
     labels = torch.tensor([[1, 2, -100, 4], [-100, -100, 7, 8]])
     batch = {"input_ids": labels.clamp(min=0), "labels": labels}
     assert valid_count(MODELS["gpt2"](), batch) == 4
-    assert count_targets(batch, shifted=False) == 5
-    assert count_targets({"x": torch.zeros(3, 4)}, shifted=False) == 3
-    assert count_targets({"x": torch.zeros(3, 4), "labels": torch.zeros(3)}, shifted=False) == 3
+    assert Targets(shifted=False).count(batch) == 5
+    assert Targets(shifted=False).count({"x": torch.zeros(3, 4)}) == 3
+    assert Targets(shifted=False).count({"x": torch.zeros(3, 4), "labels": torch.zeros(3)}) == 3
 
 
 def test_the_mean_over_counted_targets_is_the_models_loss() -> None:

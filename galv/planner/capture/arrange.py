@@ -224,7 +224,7 @@ def glue_of(
             return stand_in(*args, **kwargs)
         key = (kinds[name], _shapes(args), _shapes(kwargs))
         if key not in made:
-            with meta_as(device), torch.no_grad():
+            with meta_as(device):
                 made[key] = detached(forward(*args, **kwargs))
         return made[key]
 
@@ -233,7 +233,9 @@ def glue_of(
 
 def _shapes(tree: Any) -> Hashable:
     leaves, spec = torch.utils._pytree.tree_flatten(tree)
-    return str(spec), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else str(x) for x in leaves)
+    return str(spec), tuple(
+        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(x) for x in leaves
+    )
 
 
 # ----------------------------------------------------------------------------------------------- kinds

@@ -196,10 +196,11 @@ class _Tracer(TorchDispatchMode):
         node_args, node_kwargs = self._as_nodes((args, kwargs))
         node = self.graph.call_module(name, node_args, node_kwargs)
         grad = torch.is_grad_enabled() and (trains or any(source.meta["grad"] for source in node.all_input_nodes))
-        with self._pause(), torch.no_grad(), KnownValues():
+        # With autograd on, for some outputs may need no gradient though the module trains.
+        with self._pause(), KnownValues():
             output = self.example(name, forward, args, kwargs) if self.example else forward(*args, **kwargs)
-            output = pytree.tree_map_only(Tensor, functools.partial(_fresh, grad=grad), output)
-        return self._track_tree(node, output, grad=grad)
+            output = pytree.tree_map_only(Tensor, lambda t: _fresh(t, grad=grad and t.requires_grad), output)
+        return self._track_tree(node, output, grad=grad, exact=True)
 
     def function(self, kind: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """What a custom autograd function returns, recorded as one call, so that its own backward is kept."""
@@ -207,7 +208,7 @@ class _Tracer(TorchDispatchMode):
         grad = torch.is_grad_enabled() and any(source.meta["grad"] for source in node.all_input_nodes)
         with self._pause():
             output = pytree.tree_map_only(Tensor, lambda t: _fresh(t, grad=grad and t.requires_grad), apply(*args))
-        return self._track_tree(node, output, grad=grad)
+        return self._track_tree(node, output, grad=grad, exact=True)
 
     @property
     def is_paused(self) -> bool:
@@ -278,17 +279,20 @@ class _Tracer(TorchDispatchMode):
         self._known[id(tensor)] = (tensor, node)
         return tensor
 
-    def _track_tree(self, node: fx.Node, output: Any, *, grad: bool) -> Any:
-        """`output`, every tensor in it known as the part of `node` that it is."""
+    def _track_tree(self, node: fx.Node, output: Any, *, grad: bool, exact: bool = False) -> Any:
+        """`output`, every tensor in it known as the part of `node` that it is.
+
+        `exact`: tensors say themselves whether they need the gradient; below autograd they do not know yet.
+        """
         if isinstance(output, Tensor):
             with self._pause():
-                return self._track(node, output, grad=grad)
+                return self._track(node, output, grad=grad and (output.requires_grad or not exact))
         node.meta.update(val=None, grad=False)
         for path, value in pytree.tree_flatten_with_path(output)[0]:
             if isinstance(value, Tensor):
                 part = functools.reduce(self._part, path, node)
                 with self._pause():
-                    self._track(part, value, grad=grad)
+                    self._track(part, value, grad=grad and (value.requires_grad or not exact))
         return output
 
     def _part(self, node: fx.Node, key: Any) -> fx.Node:

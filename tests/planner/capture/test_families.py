@@ -137,6 +137,8 @@ def test_stages_compute_what_the_model_computes(name: str, folder: Path) -> None
         for stage in stages:
             crossing = stage(*crossing, **{key: batch[key] for key in stage.input_names})
             if not stage.is_last:
+                wanted = [crossed.needs_grad for crossed in stage.crossings_out]
+                assert [tensor.requires_grad for tensor in crossing] == wanted
                 sent = sum(t.numel() * t.element_size() for t in crossing)
                 border = sum(len(s.units) for s in plan.stages[: stage.stage_index + 1])
                 assert sent == pytest.approx(found.crossing_bytes(border, NUM_SAMPLES), rel=1e-6)

@@ -1,0 +1,120 @@
+"""What must hold between the parts of a plan, beyond what each part says of itself: a plan that passes can be read.
+
+Each check yields what is wrong, with its place; `Plan` refuses itself at the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from galv.planner.layout import absolute_name
+
+if TYPE_CHECKING:
+    from galv.planner.plan import Plan, TensorParallelLayout, Unit
+
+
+def faults(plan: Plan) -> Iterator[str]:
+    """What is wrong with `plan`, a line each; nothing for a plan that is whole. Later checks rely on earlier ones."""
+    yield from _stages(plan)
+    yield from _units(plan)
+    yield from _batch(plan)
+    yield from _layouts(plan)
+    yield from _tied(plan)
+    yield from _estimate(plan)
+
+
+def repeated(values: Iterable[Hashable]) -> Hashable | None:
+    """The first value that occurs twice, None when all differ."""
+    return next((value for value, times in Counter(values).items() if times > 1), None)
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    pipeline = plan.pipeline
+    if len(plan.stages) != pipeline.degree * pipeline.virtual_stages:
+        yield f"stages: {len(plan.stages)} stages for {pipeline.degree} pipeline ranks"
+    if not all(stage.units for stage in plan.stages):
+        yield "stages: a stage without units"
+    if (pipeline.degree == 1) != (pipeline.schedule == "none"):
+        yield (
+            f"pipeline: schedule {pipeline.schedule!r} for degree {pipeline.degree}; it is 'none' exactly when the "
+            "degree is 1"
+        )
+
+
+def _units(plan: Plan) -> Iterator[str]:
+    twice = repeated(unit.name for unit in plan.units())
+    if twice is not None:
+        yield f"stages: two units are named {twice!r}"
+    per_stage = plan.num_devices // plan.pipeline.degree
+    first = next(plan.units()).strategy
+    for unit in plan.units():
+        strategy = unit.strategy
+        if strategy.num_devices * plan.pipeline.degree != plan.num_devices:
+            yield f"unit {unit.name}: {strategy} covers {strategy.num_devices} devices of {per_stage}"
+        if strategy.tp != first.tp:
+            yield f"unit {unit.name}: tp {strategy.tp} beside units with tp {first.tp}; all units share one degree"
+
+
+def _batch(plan: Plan) -> Iterator[str]:
+    training = plan.training
+    if plan.micro_batch * training.num_microbatches * plan.data_parallel_degree != training.global_batch:
+        yield (
+            f"training: global batch {training.global_batch} is not microbatch x {training.num_microbatches} "
+            f"microbatches x {plan.data_parallel_degree} data-parallel groups"
+        )
+
+
+def _layouts(plan: Plan) -> Iterator[str]:
+    twice = repeated((layout.unit_class, layout.degree, layout.sequence) for layout in plan.layouts)
+    if twice is not None:
+        yield f"layouts: two layouts for {twice}"
+    for unit in plan.units():
+        layout = plan.layout_of(unit)
+        if unit.strategy.tp > 1 and layout is None:
+            yield f"unit {unit.name}: no layout for tp {unit.strategy.tp}"
+        if layout is not None:
+            yield from _names_within(unit, layout)
+
+
+def _names_within(unit: Unit, layout: TensorParallelLayout) -> Iterator[str]:
+    for part in (*layout.modules, *layout.local_arguments):
+        if not _is_within(unit, part.module):
+            yield f"layouts: {part.module!r} is no module of unit {unit.name}"
+
+
+def _is_within(unit: Unit, relative: str) -> bool:
+    try:
+        absolute_name(unit.modules, relative)
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
+def _tied(plan: Plan) -> Iterator[str]:
+    for index, group in enumerate(plan.model.tied):
+        holders = {name: [unit for unit in plan.units() if _owns(unit, name)] for name in group}
+        for name, found in holders.items():
+            if not found:
+                yield f"model.tied.{index}: no unit holds {name!r}"
+        # Copies on several stages exchange their gradients shard by shard.
+        ways = {(unit.strategy.zero, unit.strategy.dp_shard) for found in holders.values() for unit in found}
+        if plan.pipeline.degree > 1 and len(ways) > 1:
+            yield f"model.tied.{index}: the units that hold {group[0]!r} have different ZeRO levels"
+
+
+def _owns(unit: Unit, parameter: str) -> bool:
+    return parameter in unit.parameters or any(
+        not module or parameter.startswith(f"{module}.") for module in unit.modules
+    )
+
+
+def _estimate(plan: Plan) -> Iterator[str]:
+    estimate, num_stages = plan.estimate, len(plan.stages)
+    for name, found in (("peak_bytes", len(estimate.peak_bytes)), ("stages", len(estimate.stages))):
+        if found != num_stages:
+            yield f"estimate.{name}: {found} for {num_stages} stages"
+    for index, (stage, priced) in enumerate(zip(plan.stages, estimate.stages, strict=False)):
+        if len(stage.units) != len(priced.units):
+            yield f"estimate.stages.{index}.units: {len(priced.units)} for {len(stage.units)} units"
