@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, estimate, parallelize, plan
+    from galv.api import build_model, capture, estimate, parallelize, plan
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -38,13 +38,14 @@ __all__ = [
     "UsageError",
     "__version__",
     "build_model",
+    "capture",
     "estimate",
     "parallelize",
     "plan",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "estimate", "parallelize", "plan"),
+    "galv.api": ("build_model", "capture", "estimate", "parallelize", "plan"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

@@ -6,12 +6,15 @@ Planning imports torch only to trace the model; the search and the cost models a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from galv.errors import ModelError, UsageError
+from galv.planner.graph import ModelGraph
 from galv.planner.plan import InputSpec, OptimizerName, Plan, Precision, Recompute, ScheduleName, SequenceMode
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
+from galv.profiles.stack import StackProfile, load_stack
 
 if TYPE_CHECKING:
     from torch import Tensor, fx, nn
@@ -69,8 +72,26 @@ def plan(
     )
 
 
-def estimate(
+def capture(
     model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    seq_len: int | None = None,
+    precision: Precision = "bf16",
+    device_kind: Literal["cuda", "cpu"] = "cuda",
+) -> ModelGraph:
+    """`model` traced once, to price many layouts of it: give the result to `estimate` in the model's place.
+
+    Arguments as for `plan`; `device_kind` says for which kernels attention is captured.
+    """
+    from galv.planner.capture import capture as trace
+    from galv.planner.capture.source import resolve_model
+
+    return trace(resolve_model(model, example_inputs, seq_len=seq_len), precision=precision, device_kind=device_kind)
+
+
+def estimate(
+    model: str | nn.Module | Callable[[], nn.Module] | ModelGraph,
     example_inputs: Any = None,
     *,
     cluster: str | ClusterProfile,
@@ -86,6 +107,10 @@ def estimate(
     precision: Precision | None = None,
     optimizer: OptimizerName = "adamw",
     memory: float | None = None,
+    stack: str | StackProfile | None = None,
+    virtual_stages: int = 1,
+    cp: int = 1,
+    attention: Literal["fused", "unfused"] = "fused",
 ) -> Plan:
     """One layout given by hand, priced: a plan that runs, whether or not the estimate says that it fits.
 
@@ -93,16 +118,30 @@ def estimate(
     shards activations between tensor-parallel regions when tp > 1. With pp > 1 the units are cut where the pipeline is
     fastest. `micro_batch`: samples that one data-parallel group processes at once. Other arguments as for `plan`.
 
+    `stack` prices the layout as another software runs it: the name of a shipped profile (`galv.profiles.stack`) or a
+    profile. Only there are `virtual_stages` (model chunks of a pipeline rank, interleaved), `cp` (context-parallel
+    degree) and unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that software cuts.
+
     Raises UsageError when the sizes do not divide, naming what would.
     """
     from galv.planner.by_hand import Layout, priced_by_hand
+    from galv.planner.by_stack import StackExtras, priced_by_stack
 
     profile = _cluster(cluster)
     request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
     layout = Layout(
         tp=tp, pp=pp, zero=zero, micro_batch=micro_batch, sequence=sequence, recompute=recompute, schedule=schedule
     )
+    extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
+    if stack is not None:
+        known = load_stack(stack) if isinstance(stack, str) else stack
+        graph = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
+        return priced_by_stack(graph, profile, known, layout, extras, request)
+    if extras != StackExtras():
+        raise UsageError("virtual_stages, cp and unfused attention are priced for a stack only; galv runs none of them")
     layout.check(profile, request)
+    if isinstance(model, ModelGraph):
+        return priced_by_hand(_pricer(model, profile), layout, request, source=None, inputs_source=None)
     source, shared = _captured(model, example_inputs, profile, request, Reporter())
     return priced_by_hand(shared, layout, request, source=source.source, inputs_source=source.inputs_source)
 
@@ -116,6 +155,8 @@ def parallelize(model: nn.Module, plan: Plan, *, device: Any = None, seed: int =
     """
     from galv.runtime.parallelize import parallelize as apply
 
+    if not plan.is_galvs:
+        raise UsageError(f"this plan prices how {plan.training.stack} would run; make one without a stack to run it")
     glue = _glue(model, plan) if plan.pipeline.degree > 1 else None
     return apply(model, plan, glue=glue, device=device, seed=seed, fingerprint=_fingerprint(model, plan))
 
@@ -195,6 +236,29 @@ def _meta_input(spec: InputSpec, num_samples: int) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
+def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Request) -> ModelGraph:
+    return capture(
+        model,
+        example_inputs,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        device_kind=cluster.device.kind,
+    )
+
+
+_PRICERS: WeakKeyDictionary[Any, dict[ClusterProfile, FactsPricer]] = WeakKeyDictionary()
+
+
+def _pricer(graph: ModelGraph, cluster: ClusterProfile) -> FactsPricer:
+    """What is already priced of `graph` on `cluster`, for as long as the graph lives."""
+    from galv.cost_models.unit import FactsPricer
+
+    known = _PRICERS.setdefault(graph.source, {})
+    if cluster not in known:
+        known[cluster] = FactsPricer(graph, cluster)
+    return known[cluster]
+
+
 def _captured(
     model: str | nn.Module | Callable[[], nn.Module],
     example_inputs: Any,
@@ -213,4 +277,4 @@ def _captured(
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "estimate", "parallelize", "plan"]
+__all__ = ["build_model", "capture", "estimate", "parallelize", "plan"]

@@ -157,6 +157,8 @@ class Strategy(Frozen):
     zero: int = Field(0, ge=0, le=3)
     """0 nothing sharded, 1 optimizer state, 2 gradients too, 3 parameters too; sharded over `dp_shard`."""
     recompute: Recompute = "none"
+    cp: int = Field(1, ge=1)
+    """Context-parallel degree: parts of the sequence. Estimated for other software only."""
 
     @property
     def dp(self) -> int:
@@ -164,7 +166,7 @@ class Strategy(Frozen):
 
     @property
     def num_devices(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
 
     @model_validator(mode="after")
     def _consistent(self) -> Strategy:
@@ -257,6 +259,8 @@ class Training(Frozen):
     num_microbatches: int
     precision: Precision
     optimizer: OptimizerName
+    stack: str = "galv"
+    """The software that the estimate is for: galv's own runtime, or the name of a stack profile."""
 
 
 class Pipeline(Frozen):
@@ -412,6 +416,11 @@ class Plan(Frozen):
         return (unit for stage in self.stages for unit in stage.units)
 
     @property
+    def is_galvs(self) -> bool:
+        """Whether it is priced as galv's own runtime runs it; any other plan is an estimate that nothing runs."""
+        return self.training.stack == "galv"
+
+    @property
     def num_devices(self) -> int:
         """The world size that the plan runs on."""
         return self.cluster.num_devices
@@ -481,7 +490,7 @@ class Plan(Frozen):
                 raise ValueError(
                     f"unit {unit.name}: {unit.strategy} covers {unit.strategy.num_devices} devices of {per_stage}"
                 )
-            if unit.strategy.tp > 1 and self.layout_of(unit) is None:
+            if unit.strategy.tp > 1 and self.is_galvs and self.layout_of(unit) is None:
                 raise ValueError(f"unit {unit.name}: no layout for tp {unit.strategy.tp}")
         if self.micro_batch * self.training.num_microbatches * self.data_parallel_degree != self.training.global_batch:
             raise ValueError(
