@@ -160,14 +160,18 @@ def plain_orders(name: Literal["gpipe", "1f1b"], num_ranks: int, num_microbatche
 
 @lru_cache(maxsize=64)
 def interleaved_orders(num_ranks: int, num_microbatches: int, virtual_stages: int) -> Orders:
-    """Interleaved 1F1B: microbatches go through a rank's chunks in groups of as many as there are ranks."""
+    """Interleaved 1F1B: microbatches go through a rank's chunks in groups of as many as there are ranks.
+
+    Megatron-LM asks for whole groups; where the last one is not, all forwards run before the first backward.
+    """
     p, v = num_ranks, virtual_stages
     groups = [range(i, min(i + p, num_microbatches)) for i in range(0, num_microbatches, p)]
     forwards = [(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
     ranks = []
     for rank in range(p):
-        ahead = min(2 * (p - rank - 1) + (v - 1) * p + 1, len(forwards))
+        ahead = len(forwards) if num_microbatches % p else 2 * (p - rank - 1) + (v - 1) * p + 1
+        ahead = min(ahead, len(forwards))
         order = [Operation("forward", c * p + rank, i) for c, i in forwards[:ahead]]
         for k, (c, i) in enumerate(backwards):
             order.append(Operation("backward", c * p + rank, i))
@@ -180,6 +184,8 @@ def interleaved_orders(num_ranks: int, num_microbatches: int, virtual_stages: in
 
 def interleaved_in_flight(rank: int, num_ranks: int, num_microbatches: int, virtual_stages: int) -> float:
     """The most microbatches whose activations a rank holds at once, a chunk counting as its part of the rank."""
+    if num_microbatches % num_ranks:
+        return float(num_microbatches)
     ahead = 2 * (num_ranks - rank - 1) + (virtual_stages - 1) * num_ranks + 1
     return min(ahead, num_microbatches * virtual_stages) / virtual_stages
 

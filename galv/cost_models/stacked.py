@@ -19,8 +19,8 @@ from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_sec
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.unit import Setting, UnitCost, exposed_seconds
 from galv.cost_models.work import PhaseWork, UnitWork, unit_work
-from galv.planner.graph import Exclusion, ModelGraph, Operator
-from galv.planner.plan import Recompute, Strategy, TensorParallelLayout
+from galv.planner.graph import Exclusion, ModelGraph, Operator, UnitFacts
+from galv.planner.plan import Recompute, SequenceMode, Strategy, TensorParallelLayout
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
 from galv.profiles.stack import StackProfile
@@ -39,6 +39,23 @@ def smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** SMOOTH + (b / largest) ** SMOOTH) ** (1 / SMOOTH)
 
 
+@dataclass(frozen=True)
+class _KnownFacts:
+    """A `FactsSource` of one sample without tensor parallelism."""
+
+    known: dict[str, UnitFacts]
+
+    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+        """The facts of one sample."""
+        assert layout is None
+        assert microbatch == 1
+        return self.known[unit_class]
+
+    def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured at tp {degree} {sequence}")
+
+
 class WorkLibrary:
     """The work of each (unit class, tensor degree, sequence mode, microbatch) of one model, whoever asks."""
 
@@ -47,6 +64,14 @@ class WorkLibrary:
         self._layouts: dict[tuple[str, int, str], TensorParallelLayout | Exclusion | None] = {}
         self._works: dict[tuple[str, int, str, int], UnitWork] = {}
         self._sharded: dict[tuple[str, int, str], float] = {}
+
+    def frozen(self) -> WorkLibrary:
+        """The same with only what was asked so far, without the traced model: small, and can be pickled."""
+        facts = {name: self.graph.source.facts(name, None, 1) for name in self.graph.classes}
+        copy = WorkLibrary(replace(self.graph, source=_KnownFacts(facts)))
+        copy._layouts = {k: v if isinstance(v, Exclusion) else None for k, v in self._layouts.items()}
+        copy._works, copy._sharded = dict(self._works), dict(self._sharded)
+        return copy
 
     def layout(self, unit_class: str, setting: Setting) -> TensorParallelLayout | Exclusion | None:
         """The placements of a unit class in a setting; None without tensor parallelism."""
@@ -290,6 +315,8 @@ class StackPricer:
         gather = self._bucketed("all_gather", parameters * self.stack.parameter_bytes)
         scatter = self._bucketed("reduce_scatter", parameters * self.stack.reduce_bytes)
         if self.zero == 3:
+            gather = self._over_data("all_gather", parameters * self.stack.parameter_bytes)
+            scatter = self._over_data("reduce_scatter", parameters * self.stack.reduce_bytes)
             return self._hidden(forward, gather), self._hidden(backward, gather + scatter), 0.0
         if self.zero == 0:
             scatter, gather = self._bucketed("all_reduce", parameters * self.stack.reduce_bytes), 0.0
@@ -303,7 +330,10 @@ class StackPricer:
     def _bucketed(self, kind: str, num_bytes: float) -> float:
         """Seconds of one unit's bytes, in calls of the bucket's size."""
         bucket = self.stack.bucket_bytes
-        return num_bytes / bucket * collective_seconds(kind, bucket, self.data_group, self.cluster)  # type: ignore[arg-type]
+        return num_bytes / bucket * self._over_data(kind, bucket)
+
+    def _over_data(self, kind: str, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, self.data_group, self.cluster)  # type: ignore[arg-type]
 
     def tied_seconds(self, parameters: float) -> float:
         """Seconds to add the gradients of a table that the first and the last stage both hold."""
@@ -378,12 +408,11 @@ def _is_block(name: str) -> bool:
 
 def reached_cluster(cluster: ClusterProfile, stack: StackProfile) -> ClusterProfile:
     """`cluster` with its network as `stack` reaches it."""
-    link, nodes = cluster.inter_node, cluster.num_nodes
-    decay = (2 / nodes) ** stack.node_decay if nodes > 2 else 1.0
-    share = stack.network_share * decay
+    link = cluster.inter_node
     figures = {
-        "efficiency": min(1.0, link.efficiency * share),
-        "gather_efficiency": min(1.0, link.gather_efficiency * share),
+        "efficiency": min(1.0, link.efficiency * stack.network_share),
+        "gather_efficiency": min(1.0, link.gather_efficiency * stack.network_share),
         "latency_seconds": link.latency_seconds + stack.network_hop_seconds,
+        "node_decay": max(link.node_decay, stack.node_decay),
     }
     return cluster.model_copy(update={"inter_node": link.model_copy(update=figures)})

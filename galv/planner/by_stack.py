@@ -237,6 +237,8 @@ def _starts(weights: Sequence[float], num_stages: int) -> list[int]:
     total, sofar, starts = sum(weights), 0.0, [0]
     for i, weight in enumerate(weights):
         sofar += weight
-        if sofar > total * len(starts) / num_stages * (1 + 1e-9) and len(starts) < num_stages and i > starts[-1]:
+        full = sofar > total * len(starts) / num_stages * (1 + 1e-9)
+        needed = len(weights) - i <= num_stages - len(starts)
+        if i > starts[-1] and len(starts) < num_stages and (full or needed):
             starts.append(i)
     return starts

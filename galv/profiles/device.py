@@ -59,8 +59,9 @@ class Figures(BaseModel):
 
     @model_validator(mode="after")
     def _sourced(self) -> Figures:
-        figures = {name for name, info in type(self).model_fields.items() if name not in ("name", "kind", "sources")}
-        if missing := sorted(name for name in figures if not self.sources.get(name, "").strip()):
+        figures = {name for name in type(self).model_fields if name not in ("name", "kind", "sources")}
+        needed = {name for name in figures if type(self).model_fields[name].is_required()} | self.model_fields_set & figures
+        if missing := sorted(name for name in needed if not self.sources.get(name, "").strip()):
             raise ValueError(f"no source given for {', '.join(missing)}")
         if unknown := sorted(set(self.sources) - figures):
             raise ValueError(f"sources for figures that do not exist: {', '.join(unknown)}")

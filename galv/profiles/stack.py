@@ -132,7 +132,8 @@ def _figures(name: str) -> dict[str, Any]:
     if like is None:
         return own
     base = _figures(like)
-    return {**base, **own, "sources": {**base["sources"], **own.get("sources", {})}}
+    fitted = dict.fromkeys([*base.get("fitted", ()), *own.get("fitted", ())])
+    return {**base, **own, "fitted": tuple(fitted), "sources": {**base["sources"], **own.get("sources", {})}}
 
 
 __all__ = ["MAX_FITTED", "StackProfile", "load_stack", "stack_names"]
