@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -190,24 +190,39 @@ def interleaved_in_flight(rank: int, num_ranks: int, num_microbatches: int, virt
     return min(ahead, num_microbatches * virtual_stages) / virtual_stages
 
 
-def zero_bubble_orders(name: Literal["zb-h1", "zbv"], num_ranks: int, num_microbatches: int) -> Orders:
-    """ZB-H1 or ZBV, found by running the rule of the papers with equal times for forward, input and weight parts.
+def zero_bubble_h1_orders(num_ranks: int, num_microbatches: int) -> Orders:
+    """ZB-H1: 1F1B whose rank r puts weight parts off by r microbatches, so that input parts travel sooner.
+
+    Every rank holds at most p activations, as the first rank of 1F1B does.
+    """
+    p, m = num_ranks, num_microbatches
+    ranks = []
+    for rank in range(p):
+        ahead = min(p - rank, m)
+        order = [Operation("forward", rank, i) for i in range(ahead)]
+        for i in range(m):
+            order.append(Operation("input", rank, i))
+            if i >= rank:
+                order.append(Operation("weight", rank, i - rank))
+            if i + ahead < m:
+                order.append(Operation("forward", rank, i + ahead))
+        order += [Operation("weight", rank, i) for i in range(max(m - rank, 0), m)]
+        ranks.append(tuple(order))
+    return Orders("zb-h1", "line", p, tuple(ranks))
+
+
+def zero_bubble_v_orders(num_ranks: int, num_microbatches: int) -> Orders:
+    """ZBV, found by running its rule with equal times for forward, input and weight parts.
 
     A free rank runs the input part of a backward that is ready, else a forward while it may hold another activation,
-    else a weight part. ZB-H1 may hold as many as 1F1B: p - r on rank r of p; ZBV 2 p halves on every rank.
+    else a weight part. Every rank holds at most 2 p activations of half its units, what 1F1B's first rank holds.
     """
-    placement: Placement = "v" if name == "zbv" else "line"
-    num_chunks = 2 * num_ranks if name == "zbv" else num_ranks
-    empty = Orders(name, placement, num_chunks, ((),) * num_ranks)
-
-    def limit(rank: int) -> int:
-        return 2 * num_ranks if name == "zbv" else num_ranks - rank
-
-    return Orders(name, placement, num_chunks, _greedy(empty, num_microbatches, limit))
+    empty = Orders("zbv", "v", 2 * num_ranks, ((),) * num_ranks)
+    return Orders("zbv", "v", 2 * num_ranks, _greedy(empty, num_microbatches, 2 * num_ranks))
 
 
-def _greedy(shape: Orders, num_microbatches: int, limit: Callable[[int], int]) -> tuple[tuple[Operation, ...], ...]:
-    """The orders in which ranks run their operations under the rule of `zero_bubble_orders`."""
+def _greedy(shape: Orders, num_microbatches: int, most_held: int) -> tuple[tuple[Operation, ...], ...]:
+    """The orders in which ranks run their operations under the rule of `zero_bubble_v_orders`."""
     num_ranks = len(shape.ranks)
     todo = [
         {
@@ -226,7 +241,7 @@ def _greedy(shape: Orders, num_microbatches: int, limit: Callable[[int], int]) -
     heapq.heapify(clock)
     while clock:
         now, rank = heapq.heappop(clock)
-        chosen = _choose(todo[rank], shape, ended, now, held[rank] < limit(rank))
+        chosen = _choose(todo[rank], shape, ended, now, held[rank] < most_held)
         if chosen is None:
             if todo[rank]:
                 heapq.heappush(clock, (now + 1.0, rank))

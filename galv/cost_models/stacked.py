@@ -186,18 +186,25 @@ class StackPricer:
     def head(self, unit_class: str, *, tied_copy: bool) -> UnitCost:
         """The cost of what stands after the blocks; `tied_copy` leaves out the table that the embedding holds."""
         work = self.library.work(unit_class, self.setting, whole=True)
-        share = self.setting.tp if self.stack.logits == "sharded" else 1
+        tp = self.setting.tp
         vocabulary = _vocabulary(self.graph, unit_class)
-        products = [_divided(phase, vocabulary, share) for phase in (work.forward, work.backward)]
-        logits = sum(b * m * n for (b, m, n, _), _, count in work.forward.products for _ in range(count))
-        local = logits / share / self.context
+        products = [_divided(phase, vocabulary, tp) for phase in (work.forward, work.backward)]
+        forward, backward = (self._products_seconds(phase) for phase in products)
+        logits = sum(b * m * n * count for (b, m, n, _), _, count in work.forward.products) / self.context
+        local = logits / tp if self.stack.logits == "sharded" else logits
         loss = local * self.stack.loss_bytes_per_logit / self.device.achieved_bytes_per_second
         sent = self._exchange_seconds()
-        parameters = 0.0 if tied_copy else self.graph.classes[unit_class].num_parameters / share
-        forward, backward = (self._products_seconds(phase) for phase in products)
-        working = local * self.stack.logit_bytes
+        gather = 0.0
+        if self.stack.logits == "gathered":
+            gather = collective_seconds("all_gather", 2 * logits, self.tensor_group, self.cluster)
         return self._unit(
-            parameters, forward + loss / 3, backward + loss * 2 / 3, sent[1], sent[0], self._hidden_bytes, working
+            0.0 if tied_copy else self.graph.classes[unit_class].num_parameters / tp,
+            forward + loss / 3,
+            backward + loss * 2 / 3,
+            sent[1] + gather,
+            sent[0],
+            self._hidden_bytes,
+            local * self.stack.logit_bytes,
         )
 
     def _unit(

@@ -88,8 +88,8 @@ class StackProfile(BaseModel):
     overhead_bytes: float = Field(0.0, ge=0)
     """Held whatever the model: workspaces, communication buffers inside the allocator."""
     # -- habits
-    logits: Literal["sharded", "whole"] = "sharded"
-    """Whether the output layer and the loss are divided over the tensor axis."""
+    logits: Literal["sharded", "gathered"] = "sharded"
+    """Whether the loss works on the logits that each rank of the tensor axis made, or on all, gathered."""
     cut: Literal["even", "cost"] = "even"
     """How blocks go to pipeline stages: the same number to each, or by the FLOPs of blocks and output layer."""
     fitted: tuple[str, ...] = Field((), max_length=MAX_FITTED)
