@@ -67,7 +67,7 @@ def device_constants() -> list[Constant]:
 
 
 LIMITS = {
-    "elementwise_share": (0.003, 10.0),
+    "elementwise_passes": (0.2, 10.0),
     "loss_bytes_per_logit": (2.0, 120.0),
     "flash_share": (0.3, 1.5),
     "score_passes": (2.0, 40.0),
@@ -79,6 +79,7 @@ LIMITS = {
     "network_share": (0.1, 1.1),
     "network_hop_seconds": (1e-6, 5e-4),
     "node_decay": (0.01, 1.0),
+    "gather_overlap": (0.05, 1.0),
     "gradient_overlap": (0.01, 1.0),
     "bucket_bytes": (2e6, 4e9),
     "update_bytes": (20.0, 300.0),

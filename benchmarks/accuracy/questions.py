@@ -40,7 +40,7 @@ class Question:
 def peak_bytes(case: Case, estimate: Estimate) -> float:
     """The predicted peak of the stage and of the kind (allocated, reserved, device) that the row's source prints.
 
-    Where the kind is not known, it is taken to be what PyTorch's allocator reports as allocated.
+    Where the kind is not known, it is taken to be what the source's tools usually print, see `rows.MEMORY_KIND`.
     """
     stage = rows.MEMORY_STAGE.get(case.source)
     memories = [one.memory for one in estimate.stages]
@@ -48,6 +48,8 @@ def peak_bytes(case: Case, estimate: Estimate) -> float:
     device = case.cluster.device
     allocated = max(memory.total_bytes - memory.reserved_bytes for memory in chosen)
     kind = case.row["memory_kind"]
+    if kind not in ("allocated", "reserved", "device"):
+        kind = rows.MEMORY_KIND.get(case.source, "allocated")
     if kind == "device":
         return max(memory.total_bytes for memory in chosen)
     return allocated * (1 + device.allocator_slack) if kind == "reserved" else allocated

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,9 @@ MEMORY_STAGE = {"ultrascale_nanotron": "first", "megatron_core_golden": "last"}
 
 class Unusable(Exception):
     """A row that cannot be priced, with the reason."""
+
+MEMORY_KIND = {"flagperf": "device"}
+"""What a source prints that does not say: flagperf's whole GiB are nvidia-smi's. Others print what is allocated."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +215,18 @@ def build_config(key: tuple[tuple[str, Any], ...]) -> Any:
 
 @lru_cache(maxsize=512)
 def graph(key: tuple[tuple[str, Any], ...], precision: str) -> Any:
-    """The captured model, once for all rows that share it."""
+    """The captured model, once for all rows that share it.
+
+    Capture finds blocks by their repetition, so a model of one layer is captured with two, one of them then left out.
+    """
     import galv
     from galv.planner.capture.huggingface import builder
 
-    return galv.capture(builder(build_config(key)), seq_len=dict(key)["seq_len"], precision=precision)  # type: ignore[arg-type]
+    figures = dict(key)
+    single = figures["layers"] == 1
+    config = build_config(tuple((figures | {"layers": 2}).items()) if single else key)
+    found = galv.capture(builder(config), seq_len=figures["seq_len"], precision=precision)  # type: ignore[arg-type]
+    return replace(found, units=(*found.units[:2], found.units[-1])) if single else found
 
 
 # ----------------------------------------------------------------------------------------------- clusters
@@ -257,7 +267,11 @@ def stack_name(row: Row) -> str:
 
 
 def _variant(row: Row, base: str) -> str:
-    """`base` with the version that choice set or assumptions name."""
+    """`base` with the version that choice set or assumptions name.
+
+    The nanotron runs come from two versions that the source does not tell apart: those of two stages with tp 8
+    and more, and pipelined ones with tp 32, have the memory of one that gathers again in backward.
+    """
     text = f"{row['choice_set']} {row['assumptions']}".lower()
     if base == "aleph-alpha-scaling":
         if re.search(r"rms.kernel", text):
@@ -265,6 +279,9 @@ def _variant(row: Row, base: str) -> str:
         if re.search(r"v1\.0|attentionv1", text):
             return f"{base}-flash1"
         return f"{base}-torch" if "-torch" in text else f"{base}-fused" if "-fused" in text else base
+    if base == "nanotron":
+        tp, pp = int(row["tp"] or 1), int(row["pp"] or 1)
+        return f"{base}-regather" if (pp == 2 and tp >= 8) or (pp > 1 and tp > 16) else base
     if base == "llm-foundry":
         era = re.search(r"20(22-12|23-02|23-04|24-01)", text)
         return f"{base}-20{era[1]}" if era else base

@@ -184,8 +184,6 @@ def interleaved_orders(num_ranks: int, num_microbatches: int, virtual_stages: in
 
 def interleaved_in_flight(rank: int, num_ranks: int, num_microbatches: int, virtual_stages: int) -> float:
     """The most microbatches whose activations a rank holds at once, a chunk counting as its part of the rank."""
-    if num_microbatches % num_ranks:
-        return float(num_microbatches)
     ahead = 2 * (num_ranks - rank - 1) + (virtual_stages - 1) * num_ranks + 1
     return min(ahead, num_microbatches * virtual_stages) / virtual_stages
 

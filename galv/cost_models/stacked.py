@@ -241,8 +241,8 @@ class StackPricer:
     def _phase_seconds(self, phase: PhaseWork) -> float:
         """Device seconds of one direction of a block, collectives apart."""
         attention = sum(self._attention_seconds(op) for op in phase.attention)
-        extra = self.stack.elementwise_share * max(phase.eager_bytes - phase.fused_bytes, 0.0)
-        traffic = (phase.fused_bytes + extra) / self.context
+        passes = self.stack.elementwise_passes
+        traffic = (phase.eager_bytes if passes is None else passes * phase.fused_bytes) / self.context
         return self._products_seconds(phase) + attention + traffic / self.device.achieved_bytes_per_second
 
     def _products_seconds(self, phase: PhaseWork) -> float:
@@ -294,8 +294,9 @@ class StackPricer:
         return work.input_bytes
 
     def _tensor_seconds(self, phase: PhaseWork) -> float:
+        shown = {"all_gather": 1 - self.stack.gather_overlap}
         return sum(
-            collective_seconds(kind, size / self.context, self.tensor_group, self.cluster)
+            shown.get(kind, 1.0) * collective_seconds(kind, size / self.context, self.tensor_group, self.cluster)
             for kind, size in phase.collectives
         )
 
@@ -326,7 +327,8 @@ class StackPricer:
             scatter = self._over_data("reduce_scatter", parameters * self.stack.reduce_bytes)
             return self._hidden(forward, gather), self._hidden(backward, gather + scatter), 0.0
         if self.zero == 0:
-            scatter, gather = self._bucketed("all_reduce", parameters * self.stack.reduce_bytes), 0.0
+            size = self.stack.all_reduce_bytes or self.stack.reduce_bytes
+            scatter, gather = self._bucketed("all_reduce", parameters * size), 0.0
         return 0.0, 0.0, max(self._hidden(backward, scatter), LEAST_EXPOSED * scatter) + gather
 
     def _hidden(self, compute: float, communication: float) -> float:
@@ -358,10 +360,11 @@ class StackPricer:
         )
 
     def _gathered_bytes(self, parameters: float) -> float:
-        """ZeRO 3: this unit's parameters and fresh gradients, and the next unit's parameters."""
+        """ZeRO 3: this unit's parameters and fresh gradients, and the next unit's parameters where they come early."""
         if self.zero != 3 or self._shards == 1:
             return 0.0
-        return parameters * (2 * self.stack.parameter_bytes + self.stack.gradient_bytes)
+        copies = 2 if self.stack.prefetches else 1
+        return parameters * (copies * self.stack.parameter_bytes + self.stack.gradient_bytes)
 
     def _block_bytes(self, work: UnitWork) -> float:
         """Kept by one block for one microbatch."""

@@ -233,12 +233,12 @@ def _even_starts(num_blocks: int, num_stages: int) -> list[int]:
 
 
 def _starts(weights: Sequence[float], num_stages: int) -> list[int]:
-    """A unit goes to the next stage when, with it, the stages so far would have more than their part of the weight."""
+    """A stage takes units until what the stages so far have reaches their part of the weight."""
     total, sofar, starts = sum(weights), 0.0, [0]
     for i, weight in enumerate(weights):
-        sofar += weight
         full = sofar > total * len(starts) / num_stages * (1 + 1e-9)
         needed = len(weights) - i <= num_stages - len(starts)
         if i > starts[-1] and len(starts) < num_stages and (full or needed):
             starts.append(i)
+        sofar += weight
     return starts

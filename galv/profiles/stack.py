@@ -32,9 +32,9 @@ class StackProfile(BaseModel):
 
     name: str
     # -- kernels
-    elementwise_share: float = Field(1.0, ge=0)
-    """How much of the memory traffic that eager PyTorch has beyond perfectly fused chains is left: 0 all chains of
-    element-wise operators are one kernel, 1 eager. Above 1 where more is done than the captured graph does."""
+    elementwise_passes: float | None = Field(None, gt=0)
+    """Memory traffic of element-wise operators in multiples of perfectly fused chains', which read what a product left
+    and write what the next one needs once. None: as the captured eager operators."""
     loss_bytes_per_logit: float = Field(16.0, ge=0)
     """Memory traffic of the loss for one logit, forward and backward."""
     flash_share: Rate = 1.0
@@ -60,12 +60,16 @@ class StackProfile(BaseModel):
     """Added to each hop between nodes."""
     node_decay: float = Field(0.0, ge=0, le=1)
     """The network's rate falls as (2 / nodes) to this power beyond two nodes."""
+    gather_overlap: float = Field(0.0, ge=0, le=1)
+    """Share of the tensor axis' all-gathers that the products behind them hide."""
     gradient_overlap: float = Field(0.0, ge=0, le=1)
     """Share of the last backward that gradient reduction can hide behind (of each forward and backward at ZeRO 3)."""
     bucket_bytes: float = Field(2.5e8, gt=0)
     """Gradients are reduced in calls of this size."""
     reduce_bytes: float = Field(4.0, gt=0)
     """Bytes of a gradient on its way through the network."""
+    all_reduce_bytes: float | None = Field(None, gt=0)
+    """The same where nothing is sharded, when it differs."""
     # -- the optimizer
     update_bytes: float = Field(34.0, gt=0)
     """Memory traffic of the update of one parameter."""
@@ -81,6 +85,8 @@ class StackProfile(BaseModel):
     is kept."""
     keeps_gathered: bool = False
     """Whether gathered inputs of tensor-parallel products are kept for backward rather than gathered again."""
+    prefetches: bool = True
+    """Whether ZeRO 3 gathers the next unit's parameters while one computes."""
     score_bytes: float = Level
     """Unfused attention: bytes kept for one score."""
     logit_bytes: float = Level
@@ -107,7 +113,7 @@ class StackProfile(BaseModel):
         return self
 
     def __hash__(self) -> int:
-        return hash((self.name, self.elementwise_share, self.host_seconds_per_operator, self.saved_share))
+        return hash((self.name, self.elementwise_passes, self.host_seconds_per_operator, self.saved_share))
 
 
 def stack_names() -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def test_bytes_over_bandwidth_are_seconds(models: dict[int, ModelGraph]) -> None
     )
     work = library.work(name, setting, whole=True)
     figures = load_stack("megatron-core").model_copy(
-        update={"elementwise_share": 0.0, "host_seconds_per_operator": 0.0, "name": "fused"}
+        update={"elementwise_passes": 1.0, "host_seconds_per_operator": 0.0, "name": "fused"}
     )
     one = load_cluster("a100-sxm-80:4x1").model_copy(update={"device": free.device})
     found = price(models[1024], one, stack=figures, tp=1, pp=1, zero=0, global_batch=4)
