@@ -32,7 +32,9 @@ def _rows(path: Path) -> Iterator[Row]:
 def _summary(errors: list[float]) -> str:
     values = abs(np.array(errors))
     bias = float(np.median(errors))
-    return f"{len(errors):6} rows  median {np.median(values):6.1%}  p90 {np.quantile(values, 0.9):6.1%}  bias {bias:+.1%}"
+    return (
+        f"{len(errors):6} rows  median {np.median(values):6.1%}  p90 {np.quantile(values, 0.9):6.1%}  bias {bias:+.1%}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- collectives

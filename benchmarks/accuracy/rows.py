@@ -64,6 +64,7 @@ MEMORY_STAGE = {"ultrascale_nanotron": "first", "megatron_core_golden": "last"}
 class Unusable(Exception):
     """A row that cannot be priced, with the reason."""
 
+
 MEMORY_KIND = {"flagperf": "device"}
 """What a source prints that does not say: flagperf's whole GiB are nvidia-smi's. Others print what is allocated."""
 

@@ -259,9 +259,7 @@ def _choose(
     ready = [
         op
         for op in todo
-        if (op.kind != "forward" or may_hold)
-        and (at := _ready(op, shape, ended, 0.0)) is not None
-        and at <= now + 1e-9
+        if (op.kind != "forward" or may_hold) and (at := _ready(op, shape, ended, 0.0)) is not None and at <= now + 1e-9
     ]
     rank = {"input": 0, "forward": 1, "weight": 2, "backward": 0}
     return min(ready, key=lambda op: (rank[op.kind], op.microbatch, -op.chunk), default=None)
@@ -297,7 +295,9 @@ def chrome_trace(events: Sequence[Event]) -> str:
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in ranks
     ]
-    rows += [_trace_event(_label(e.operation), e.operation.kind, e.rank, e.start_seconds, e.end_seconds) for e in events]
+    rows += [
+        _trace_event(_label(e.operation), e.operation.kind, e.rank, e.start_seconds, e.end_seconds) for e in events
+    ]
     for rank in ranks:
         mine = sorted((e for e in events if e.rank == rank), key=lambda e: e.start_seconds)
         ends = [0.0, *(e.end_seconds for e in mine)]
@@ -331,7 +331,8 @@ def interleaved_seconds(
     """
     p, v = len(forward_seconds), virtual_stages
     seconds = ChunkSeconds(
-        tuple(forward_seconds[c % p] / v for c in range(p * v)), tuple(backward_seconds[c % p] / v for c in range(p * v))
+        tuple(forward_seconds[c % p] / v for c in range(p * v)),
+        tuple(backward_seconds[c % p] / v for c in range(p * v)),
     )
 
     def run(rounds: int) -> float:

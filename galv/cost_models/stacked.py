@@ -346,7 +346,9 @@ class StackPricer:
 
     def tied_seconds(self, parameters: float) -> float:
         """Seconds to add the gradients of a table that the first and the last stage both hold."""
-        ends = mesh_group(self.cluster, stride=self.cluster.num_devices * (self.setting.pp - 1) // self.setting.pp, size=2)
+        ends = mesh_group(
+            self.cluster, stride=self.cluster.num_devices * (self.setting.pp - 1) // self.setting.pp, size=2
+        )
         return collective_seconds("all_reduce", parameters * self.stack.reduce_bytes, ends, self.cluster)
 
     # -- memory

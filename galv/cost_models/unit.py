@@ -304,5 +304,3 @@ def total_flops(graph: ModelGraph, num_samples: int) -> float:
     """FLOPs of forward and backward of the whole model for `num_samples` samples, nothing recomputed."""
     facts = {name: graph.source.facts(name, None, num_samples) for name in graph.classes}
     return sum(n * (facts[name].forward_flops + facts[name].backward_flops) for name, n in graph.counts.items())
-
-

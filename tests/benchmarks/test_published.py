@@ -76,7 +76,14 @@ def published() -> ModuleType:
 def data(tmp_path: Path) -> Path:
     """Six layouts, one of them out of memory, one a mixture of experts."""
     rows = [
-        {**ROW, "row_id": f"made-up:L{i}", "tp": str(tp), "dp": str(8 // tp), "num_microbatches": str(2 * tp), "step_seconds": str(0.1 * tp)}
+        {
+            **ROW,
+            "row_id": f"made-up:L{i}",
+            "tp": str(tp),
+            "dp": str(8 // tp),
+            "num_microbatches": str(2 * tp),
+            "step_seconds": str(0.1 * tp),
+        }
         for i, tp in enumerate((1, 2, 4))
     ]
     rows.append({**ROW, "row_id": "made-up:L3", "recompute": "full", "step_seconds": "0.5"})

@@ -128,9 +128,7 @@ def test_long_steps_extend_short_ones(m: int) -> None:
     """The extension is what simulating all microbatches gives."""
     forward, backward = [1.0, 1.0, 1.2, 1.5], [2.0, 2.0, 2.1, 2.6]
     orders = interleaved_orders(4, m, 2)
-    seconds = ChunkSeconds(
-        tuple(forward[c % 4] / 2 for c in range(8)), tuple(backward[c % 4] / 2 for c in range(8))
-    )
+    seconds = ChunkSeconds(tuple(forward[c % 4] / 2 for c in range(8)), tuple(backward[c % 4] / 2 for c in range(8)))
     exact = makespan_seconds(simulate_orders(orders, seconds, 0.1))
 
     assert interleaved_seconds(forward, backward, m, 2, 0.1) == pytest.approx(exact, rel=0.02)
