@@ -25,8 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accuracy.questions import Question, collect
-
-from galv.planner.by_stack import priced_stages
+from galv.planner.by_stack import priced_stages, step_seconds
 from galv.planner.plan import Estimate
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile
@@ -157,8 +156,7 @@ class Profiles:
         if "matmul_efficiency" in figures:
             rate = figures["matmul_efficiency"]
             figures["matmul_efficiency"] = {**device.matmul_efficiency, "bf16": rate, "fp16": rate}
-        changed = DeviceProfile.model_validate({**device.model_dump(), **figures})
-        return changed
+        return DeviceProfile.model_validate({**device.model_dump(), **figures})
 
 
 def predict(question: Question, profiles: Profiles) -> Estimate:
@@ -182,7 +180,7 @@ class Fit:
     questions: list[Question]
     constants: list[Constant]
     profiles: Profiles
-    error: Callable[[Question, Estimate], float]
+    error: Callable[[Question, Profiles], float]
 
     def __post_init__(self) -> None:
         self.start = self.values()
@@ -211,7 +209,7 @@ class Fit:
     def errors(self, which: Iterable[int] | None = None) -> np.ndarray:
         """Each row's error with the constants as they stand."""
         rows = range(len(self.questions)) if which is None else which
-        return np.array([self.error(self.questions[i], predict(self.questions[i], self.profiles)) for i in rows])
+        return np.array([self.error(self.questions[i], self.profiles) for i in rows])
 
     def jacobian(self, errors: np.ndarray, step: float = 0.02) -> np.ndarray:
         values, found = self.values(), np.zeros((len(self.questions), len(self.constants)))
@@ -265,19 +263,21 @@ class Fit:
                 break
 
 
-def time_error(question: Question, estimate: Estimate) -> float:
+def time_error(question: Question, profiles: Profiles) -> float:
     """Logarithm of predicted over measured step time."""
-    assert question.case.measured_seconds is not None
-    return float(np.log(estimate.step_seconds / question.case.measured_seconds))
+    case = question.case
+    assert case.measured_seconds is not None
+    cluster, stack = profiles.cluster(case.cluster), profiles.stack(case.stack)
+    return float(np.log(step_seconds(question.library, cluster, stack, question.layout) / case.measured_seconds))
 
 
-def memory_error(question: Question, estimate: Estimate) -> float:
+def memory_error(question: Question, profiles: Profiles) -> float:
     """Logarithm of predicted over measured peak; for a bare verdict, how far on the wrong side of the capacity."""
-    peak = question.peak_bytes(estimate)
+    estimate = predict(question, profiles)
     if question.case.measured_bytes is not None:
-        return float(np.log(peak / question.case.measured_bytes))
+        return float(np.log(question.peak_bytes(estimate) / question.case.measured_bytes))
     margin = float(np.log(question.device_bytes(estimate) / question.case.cluster.device.memory_bytes))
-    return min(margin - 0.02, 0.0) if question.case.row["status"] == "oom" else max(margin + 0.02, 0.0)
+    return min(margin - 0.005, 0.0) if question.case.row["status"] == "oom" else max(margin + 0.005, 0.0)
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -398,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _questions(data: Path, cache: Path | None) -> list[Question]:
     if cache is not None and cache.exists():
-        found: list[Question] = pickle.loads(cache.read_bytes())  # noqa: S301  # the user's own file
+        found: list[Question] = pickle.loads(cache.read_bytes())  # the user's own file
         return found
     found = collect(data)
     if cache is not None:

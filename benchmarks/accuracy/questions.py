@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import galv
 from accuracy import rows
 from accuracy.rows import Case, Row
-
-import galv
 from galv.cost_models.stacked import WorkLibrary
 from galv.planner.by_hand import Layout
 from galv.planner.by_stack import StackExtras, StackLayout, library_of, priced_stages, stack_layout

@@ -62,6 +62,26 @@ def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
     )
 
 
+def stages_step_seconds(
+    stages: Sequence[Sequence[UnitCost]],
+    *,
+    setting: Setting,
+    schedule: ScheduleName,
+    transfer_seconds: float,
+    virtual_stages: int = 1,
+    microbatch_seconds: float = 0.0,
+    step_seconds: float = 0.0,
+) -> float:
+    """Seconds of a step whose stages hold units of the given costs; arguments as for `estimate_plan`."""
+    rounds = setting.num_microbatches
+    busy = [stage_seconds(costs) for costs in stages]
+    if microbatch_seconds:
+        busy = [replace(stage, forward_seconds=stage.forward_seconds + microbatch_seconds) for stage in busy]
+    if virtual_stages == 1:
+        return pipeline_seconds(schedule, busy, rounds, transfer_seconds) + step_seconds
+    return _interleaved(busy, rounds, virtual_stages, transfer_seconds) + step_seconds
+
+
 def estimate_plan(
     stages: Sequence[Sequence[UnitCost]],
     *,
@@ -82,13 +102,15 @@ def estimate_plan(
     `step_seconds` are added to every stage's forward and to the step.
     """
     rounds = setting.num_microbatches
-    busy = [stage_seconds(costs) for costs in stages]
-    busy = [replace(stage, forward_seconds=stage.forward_seconds + microbatch_seconds) for stage in busy]
-    if virtual_stages == 1:
-        step = pipeline_seconds(schedule, busy, rounds, transfer_seconds)
-    else:
-        step = _interleaved(busy, rounds, virtual_stages, transfer_seconds)
-    step += step_seconds
+    step = stages_step_seconds(
+        stages,
+        setting=setting,
+        schedule=schedule,
+        transfer_seconds=transfer_seconds,
+        virtual_stages=virtual_stages,
+        microbatch_seconds=microbatch_seconds,
+        step_seconds=step_seconds,
+    )
     in_flight = _in_flight(schedule, len(stages), rounds, virtual_stages)
     details = tuple(
         _stage_estimate(costs, rounds, flying, step, cluster) for costs, flying in zip(stages, in_flight, strict=True)

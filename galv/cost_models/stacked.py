@@ -36,7 +36,7 @@ def smooth_max(a: float, b: float) -> float:
     largest = max(a, b)
     if largest <= 0:
         return 0.0
-    return largest * ((a / largest) ** SMOOTH + (b / largest) ** SMOOTH) ** (1 / SMOOTH)
+    return largest * float((a / largest) ** SMOOTH + (b / largest) ** SMOOTH) ** (1 / SMOOTH)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WorkLibrary:
         """The placements of a unit class in a setting; None without tensor parallelism."""
         key = (unit_class, setting.tp, setting.sequence)
         if key not in self._layouts:
-            found = None if setting.tp == 1 else self.graph.source.layout(*key)  # type: ignore[arg-type]
+            found = None if setting.tp == 1 else self.graph.source.layout(*key)
             self._layouts[key] = found
         return self._layouts[key]
 
@@ -165,8 +165,9 @@ class StackPricer:
         """The cost of one repeated block."""
         work = self.library.work(unit_class, self.setting, whole=False)
         parameters = self.library.sharded_parameters(unit_class, self.setting)
-        forward, backward = (self._phase_seconds(phase) for phase in (work.forward, work.backward))
-        sent = tuple(self._tensor_seconds(phase) for phase in (work.forward, work.backward))
+        phases = work.forward, work.backward
+        forward, backward = (self._phase_seconds(phase) for phase in phases)
+        sent = [self._tensor_seconds(*one) for one in zip(phases, (forward, backward), strict=True)]
         waits = self._stall_seconds()
         forward = smooth_max(forward + sent[0], self._host_seconds(work.forward) + waits / 3) - sent[0]
         again = self._again_seconds(work, forward, sent[0])
@@ -204,8 +205,14 @@ class StackPricer:
             sent[1] + gather,
             sent[0],
             self._hidden_bytes,
-            local * self.stack.logit_bytes,
+            local * self.stack.logit_bytes + self._beside_logits_bytes(),
         )
+
+    def _beside_logits_bytes(self) -> float:
+        """What the last block builds while the logits are still there."""
+        if not self.stack.holds_logits:
+            return 0.0
+        return self._block_working_bytes(self.library.work(self._block_classes[-1], self.setting, whole=False))
 
     def _unit(
         self,
@@ -293,12 +300,15 @@ class StackPricer:
         work = self.library.work(self._block_classes[0], self.setting, whole=True)
         return work.input_bytes
 
-    def _tensor_seconds(self, phase: PhaseWork) -> float:
-        shown = {"all_gather": 1 - self.stack.gather_overlap}
-        return sum(
-            shown.get(kind, 1.0) * collective_seconds(kind, size / self.context, self.tensor_group, self.cluster)
+    def _tensor_seconds(self, phase: PhaseWork, compute: float) -> float:
+        """Seconds of the tensor axis' collectives in one direction that `compute`, a block's own, does not hide."""
+        whole = [
+            (kind, collective_seconds(kind, size / self.context, self.tensor_group, self.cluster))
             for kind, size in phase.collectives
-        )
+        ]
+        gathers = sum(seconds for kind, seconds in whole if kind == "all_gather")
+        others = sum(seconds for kind, seconds in whole if kind != "all_gather")
+        return others + max(gathers - self.stack.gather_overlap * compute, 0.0)
 
     def _exchange_seconds(self) -> tuple[float, float]:
         """One end of the blocks: (joining what each rank has, giving each rank its part)."""
@@ -377,14 +387,21 @@ class StackPricer:
     def _unrecomputed_bytes(self, work: UnitWork) -> float:
         fused = work.fused_saved_bytes - (0.0 if self.stack.keeps_gathered else work.gathered_bytes)
         extra = self.stack.saved_share * max(work.eager_saved_bytes - work.fused_saved_bytes, 0.0)
-        scores = 0.0
-        if not self.fused_attention and self.recompute != "selective":
-            scores = sum(_num_scores(op.attention) for op in work.forward.attention if op.attention is not None)
-        return max(fused, 0.0) + extra + scores * self.stack.score_bytes
+        scores = 0.0 if self.recompute == "selective" else self._num_scores(work) * self.stack.score_bytes
+        return max(fused, 0.0) + extra + scores
+
+    def _num_scores(self, work: UnitWork) -> float:
+        """Scores that unfused attention makes of one microbatch in one block."""
+        if self.fused_attention:
+            return 0.0
+        return sum(_num_scores(op.attention) for op in work.forward.attention if op.attention is not None)
 
     def _block_working_bytes(self, work: UnitWork) -> float:
-        """Alive while one block runs: what full recomputation builds again."""
-        return self._unrecomputed_bytes(work) / self.context if self.recompute == "full" else 0.0
+        """Alive while one block runs: what full recomputation builds again, and scores in the making."""
+        again = self._unrecomputed_bytes(work) if self.recompute == "full" else 0.0
+        if self.recompute == "selective":
+            again = self._num_scores(work) * self.stack.score_bytes
+        return (again + self._num_scores(work) * self.stack.score_working_bytes) / self.context
 
 
 def _num_scores(shape: tuple[float, float, float, float, float, bool]) -> float:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from galv import __version__
-from galv.cost_models.estimate import estimate_plan
+from galv.cost_models.estimate import estimate_plan, stages_step_seconds
 from galv.cost_models.stacked import StackPricer, WorkLibrary, reached_cluster
 from galv.cost_models.unit import Setting, UnitCost, total_flops
 from galv.errors import UsageError
@@ -59,31 +59,32 @@ class PricedStages:
     estimate: Estimate
 
 
+def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProfile, layout: StackLayout) -> float:
+    """Seconds of a step of `layout` under `stack`, as `priced_stages` finds it, without all that it also says."""
+    pricer = _pricer(library, cluster, stack, layout)
+    stages = _stages(_chunks(pricer, layout), layout)
+    return stages_step_seconds(
+        stages,
+        setting=layout.setting,
+        schedule=layout.schedule,
+        transfer_seconds=pricer.transfer_seconds(),
+        virtual_stages=layout.extras.virtual_stages,
+        microbatch_seconds=stack.microbatch_seconds,
+        step_seconds=stack.step_seconds + _tied_seconds(library.graph, pricer),
+    )
+
+
 def priced_stages(
     library: WorkLibrary, cluster: ClusterProfile, stack: StackProfile, layout: StackLayout, request: Request
 ) -> PricedStages:
     """What `layout` costs under `stack`. Raises UsageError when the model cannot be cut so."""
-    graph, setting = library.graph, layout.setting
+    graph = library.graph
     _check(library, layout)
-    pricer = StackPricer(
-        library=library,
-        cluster=reached_cluster(cluster, stack),
-        stack=stack,
-        setting=setting,
-        zero=layout.zero,
-        recompute=layout.recompute,
-        fused_attention=layout.extras.fused_attention,
-        context=layout.extras.context,
-    )
-    costs = _costs(pricer)
-    chunks = [
-        tuple((unit, costs[unit.name]) for unit in graph.units[a:b])
-        for a, b in pairwise(cut(graph, stack, setting.pp * layout.extras.virtual_stages))
-    ]
-    stages = [[cost for chunk in chunks[rank :: setting.pp] for _, cost in chunk] for rank in range(setting.pp)]
+    pricer = _pricer(library, cluster, stack, layout)
+    chunks = _chunks(pricer, layout)
     found = estimate_plan(
-        stages,
-        setting=setting,
+        _stages(chunks, layout),
+        setting=layout.setting,
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
         cluster=cluster,
@@ -95,6 +96,35 @@ def priced_stages(
         step_seconds=stack.step_seconds + _tied_seconds(graph, pricer),
     )
     return PricedStages(tuple(chunks), found)
+
+
+Chunk = tuple[tuple[UnitRef, UnitCost], ...]
+
+
+def _pricer(library: WorkLibrary, cluster: ClusterProfile, stack: StackProfile, layout: StackLayout) -> StackPricer:
+    return StackPricer(
+        library=library,
+        cluster=reached_cluster(cluster, stack),
+        stack=stack,
+        setting=layout.setting,
+        zero=layout.zero,
+        recompute=layout.recompute,
+        fused_attention=layout.extras.fused_attention,
+        context=layout.extras.context,
+    )
+
+
+def _chunks(pricer: StackPricer, layout: StackLayout) -> list[Chunk]:
+    """The parts that pipeline ranks hold, in the order of the model."""
+    graph, costs = pricer.graph, _costs(pricer)
+    starts = cut(graph, pricer.stack, layout.setting.pp * layout.extras.virtual_stages)
+    return [tuple((unit, costs[unit.name]) for unit in graph.units[a:b]) for a, b in pairwise(starts)]
+
+
+def _stages(chunks: Sequence[Chunk], layout: StackLayout) -> list[list[UnitCost]]:
+    """The costs of every pipeline rank's units."""
+    ranks = layout.setting.pp
+    return [[cost for chunk in chunks[rank::ranks] for _, cost in chunk] for rank in range(ranks)]
 
 
 _LIBRARIES: WeakKeyDictionary[FactsSource, WorkLibrary] = WeakKeyDictionary()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from importlib import resources
+from importlib.abc import Traversable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -61,7 +62,7 @@ class StackProfile(BaseModel):
     node_decay: float = Field(0.0, ge=0, le=1)
     """The network's rate falls as (2 / nodes) to this power beyond two nodes."""
     gather_overlap: float = Field(0.0, ge=0, le=1)
-    """Share of the tensor axis' all-gathers that the products behind them hide."""
+    """Share of a block's computation that can hide all-gathers of the tensor axis."""
     gradient_overlap: float = Field(0.0, ge=0, le=1)
     """Share of the last backward that gradient reduction can hide behind (of each forward and backward at ZeRO 3)."""
     bucket_bytes: float = Field(2.5e8, gt=0)
@@ -89,6 +90,8 @@ class StackProfile(BaseModel):
     """Whether ZeRO 3 gathers the next unit's parameters while one computes."""
     score_bytes: float = Level
     """Unfused attention: bytes kept for one score."""
+    score_working_bytes: float = Field(0.0, ge=0)
+    """Unfused attention: bytes alive for one score while one block's backward runs, beyond what is kept."""
     logit_bytes: float = Level
     """Bytes alive at the peak for one logit."""
     overhead_bytes: float = Field(0.0, ge=0)
@@ -96,6 +99,8 @@ class StackProfile(BaseModel):
     # -- habits
     logits: Literal["sharded", "gathered"] = "sharded"
     """Whether the loss works on the logits that each rank of the tensor axis made, or on all, gathered."""
+    holds_logits: bool = False
+    """Whether what the loss made of the logits lives on while the last block recomputes."""
     cut: Literal["even", "cost"] = "even"
     """How blocks go to pipeline stages: the same number to each, or by the FLOPs of blocks and output layer."""
     fitted: tuple[str, ...] = Field((), max_length=MAX_FITTED)
@@ -118,7 +123,7 @@ class StackProfile(BaseModel):
 
 def stack_names() -> tuple[str, ...]:
     """The names of the shipped stacks, sorted."""
-    files = (file.name for file in resources.files("galv.profiles").joinpath("stacks").iterdir())
+    files = (file.name for file in _library().iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
@@ -128,11 +133,15 @@ def load_stack(name: str) -> StackProfile:
     return read_figures(StackProfile, _figures(name), f"stack {name}")
 
 
+def _library() -> Traversable:
+    return resources.files("galv.profiles").joinpath("stacks")
+
+
 def _figures(name: str) -> dict[str, Any]:
     """The file of stack `name` over that of the one it is like."""
     if name not in stack_names():
         raise UnknownName("stack", name, stack_names())
-    text = resources.files("galv.profiles").joinpath("stacks", f"{name}.json").read_text(encoding="utf-8")
+    text = _library().joinpath(f"{name}.json").read_text(encoding="utf-8")
     own: dict[str, Any] = json.loads(text)
     like = own.pop("like", None)
     if like is None:

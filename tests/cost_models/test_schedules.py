@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -145,7 +146,7 @@ def test_a_chrome_trace_covers_every_rank_to_the_end() -> None:
         pieces = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e["ph"] == "X" and e["tid"] == rank)
         assert pieces[0][0] == 0
         assert pieces[-1][1] == pytest.approx(total)
-        assert all(a[1] == pytest.approx(b[0]) for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(pieces))
     assert {e["cat"] for e in trace if e["ph"] == "X"} == {"forward", "backward", "weight", "bubble"}
 
 

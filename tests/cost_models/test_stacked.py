@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_more_memory_bandwidth_is_never_slower(models: dict[int, ModelGraph], st
     clusters = [with_device(memory_bytes_per_second=rate * k, name=f"x{k}") for k in (0.5, 1, 2, 4)]
     times = [price(models[1024], cluster, stack=stack, pp=pp).step_seconds for cluster in clusters]
 
-    assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
+    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(times))
 
 
 @pytest.mark.parametrize("which", ["intra_node", "inter_node"])
