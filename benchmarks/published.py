@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from accuracy import metrics, profiles, rows
+from accuracy.markdown import fill
 from accuracy.metrics import Answer
 from accuracy.questions import peak_bytes
 
@@ -179,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [*profiles.collective_report(options.data)] if options.collectives else []
         lines += [*profiles.operator_report(options.data)] if options.operators else []
         say("\n".join(lines))
+        if options.markdown is not None:
+            fill(options.markdown, "profiles", ["```", *lines, "```"])
         return 0
     return _published(options)
 
@@ -194,19 +197,8 @@ def _published(options: argparse.Namespace) -> int:
     lines = report(answers, left_out, options.grade, time.perf_counter() - started)
     say("\n".join(lines))
     if options.markdown is not None:
-        fill(options.markdown, lines)
+        fill(options.markdown, "tables", lines)
     return 0
-
-
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
-
-
-def fill(path: Path, lines: Sequence[str]) -> None:
-    """Puts `lines` between the marks of a Markdown file."""
-    text = path.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]), encoding="utf-8")
 
 
 def say(text: str) -> None:

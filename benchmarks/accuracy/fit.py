@@ -1,6 +1,6 @@
 """Fits the constants of device and stack profiles to published runs, and says how far they carry.
 
-    python benchmarks/accuracy/fit.py --data DIR [--write] [--cache FILE]
+    python benchmarks/accuracy/fit.py --data DIR [--write] [--cache FILE] [--markdown FILE]
 
 Device constants are shared by all sources, stack constants by all rows of that software. Errors are printed three ways:
 on the rows fitted, with each model left out of its source (one Gauss-Newton step from the fit, without its rows), and
@@ -24,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accuracy.markdown import fill
 from accuracy.questions import Question, collect
 from galv.planner.by_stack import priced_stages, step_seconds
 from galv.planner.plan import Estimate
@@ -375,10 +376,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, help="captured models, made when it does not exist")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("time", "memory"))
+    parser.add_argument("--markdown", type=Path, help="also write the tables into this file, between its marks")
     parser.add_argument("--write", action="store_true", help="put the values into the profiles")
     options = parser.parse_args(arguments)
     questions = _questions(options.data, options.cache)
-    profiles, report = Profiles(), _print
+    profiles, lines = Profiles(), list[str]()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        _print(line)
+
     names = list(profiles.stacks)
     if options.only != "memory":
         constants = device_constants() + stack_constants(LIMITS, profiles, names)
@@ -394,6 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show(fit, report)
     if options.write:
         write(profiles)
+    if options.markdown is not None:
+        fill(options.markdown, "fit", ["```", *lines, "```"])
 
 
 def _questions(data: Path, cache: Path | None) -> list[Question]:

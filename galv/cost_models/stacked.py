@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import pow
 
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_seconds
@@ -36,7 +37,7 @@ def smooth_max(a: float, b: float) -> float:
     largest = max(a, b)
     if largest <= 0:
         return 0.0
-    return largest * float((a / largest) ** SMOOTH + (b / largest) ** SMOOTH) ** (1 / SMOOTH)
+    return largest * pow(pow(a / largest, SMOOTH) + pow(b / largest, SMOOTH), 1 / SMOOTH)
 
 
 @dataclass(frozen=True)
