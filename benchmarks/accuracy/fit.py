@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accuracy.markdown import fill
 from accuracy.questions import Question, collect
+from accuracy.rows import case
 from galv.planner.by_stack import priced_stages, step_seconds
 from galv.planner.plan import Estimate
 from galv.profiles.cluster import ClusterProfile
@@ -59,23 +60,24 @@ def device_constants() -> list[Constant]:
         for family in FAMILIES
         for constant in (
             Constant(f"device:{family}", "matmul_efficiency", 0.4, 0.95),
-            Constant(f"device:{family}", "matmul_half_k", 20, 250),
+            Constant(f"device:{family}", "matmul_half_k", 20, 400),
             Constant(f"device:{family}", "attention_forward_efficiency", 0.1, 0.8),
-            Constant(f"device:{family}", "attention_backward_efficiency", 0.1, 0.8),
+            Constant(f"device:{family}", "attention_backward_efficiency", 0.1, 0.65),
         )
     ]
 
 
 LIMITS = {
     "elementwise_passes": (0.2, 10.0),
+    "product_share": (0.5, 1.2),
     "loss_bytes_per_logit": (2.0, 120.0),
     "flash_share": (0.3, 1.5),
     "score_passes": (2.0, 40.0),
-    "host_seconds_per_operator": (2e-6, 6e-5),
+    "host_seconds_per_operator": (2e-6, 2e-4),
     "host_seconds_per_collective": (1e-6, 1e-3),
     "stall_seconds": (1e-3, 0.1),
     "microbatch_seconds": (1e-5, 0.05),
-    "step_seconds": (1e-3, 1.0),
+    "step_seconds": (1e-3, 2.0),
     "network_share": (0.1, 1.1),
     "network_hop_seconds": (1e-6, 5e-4),
     "node_decay": (0.01, 1.0),
@@ -407,11 +409,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _questions(data: Path, cache: Path | None) -> list[Question]:
     if cache is not None and cache.exists():
-        found: list[Question] = pickle.loads(cache.read_bytes())  # the user's own file
-        return found
+        known: list[Question] = pickle.loads(cache.read_bytes())
+        return [replace(q, case=case(q.case.row)) for q in known]
     found = collect(data)
     if cache is not None:
-        cache.write_bytes(pickle.dumps([replace(q, library=q.library.frozen()) for q in found]))
+        frozen = {id(q.library): q.library.frozen() for q in found}
+        cache.write_bytes(pickle.dumps([replace(q, library=frozen[id(q.library)]) for q in found]))
     return found
 
 

@@ -259,7 +259,7 @@ class StackPricer:
     def _product(self, shape: tuple[float, float, float, float], dtype: str) -> float:
         batch, m, n, k = shape
         tokens = 1 / self.context
-        arithmetic = matmul_seconds(batch, m, n, k, short_dtype(dtype), self.device) * tokens
+        arithmetic = tokens * matmul_seconds(batch, m, n, k, short_dtype(dtype), self.device) / self.stack.product_share
         moved = 2.0 * batch * (m * k + k * n + m * n) * tokens
         return self.device.kernel_seconds + max(arithmetic, moved / self.device.achieved_bytes_per_second)
 

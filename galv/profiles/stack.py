@@ -36,6 +36,8 @@ class StackProfile(BaseModel):
     elementwise_passes: float | None = Field(None, gt=0)
     """Memory traffic of element-wise operators in multiples of perfectly fused chains', which read what a product left
     and write what the next one needs once. None: as the captured eager operators."""
+    product_share: Rate = 1.0
+    """Rate of matrix products over the device profile's: older libraries, lower clocks."""
     loss_bytes_per_logit: float = Field(16.0, ge=0)
     """Memory traffic of the loss for one logit, forward and backward."""
     flash_share: Rate = 1.0
