@@ -226,8 +226,12 @@ class Fit:
         return found
 
     def step(self, errors: np.ndarray, slopes: np.ndarray, damping: float, without: np.ndarray | None = None) -> Any:
-        """The constants after one damped, robust Gauss-Newton step; rows in `without` do not count."""
-        weights = 1 / np.maximum(1, np.abs(errors) / TENTH)
+        """The constants after one damped Gauss-Newton step; rows in `without` do not count.
+
+        Robust as the Cauchy distribution is: rows that are off by tenths, as by stalls that nothing recorded explains,
+        have little say.
+        """
+        weights = 1 / (1 + (errors / TENTH) ** 2)
         if without is not None:
             weights = np.where(without, 0, weights)
         values = self.values()
@@ -241,9 +245,8 @@ class Fit:
         return np.clip(moved, lowest, highest)
 
     def cost(self, errors: np.ndarray, values: np.ndarray) -> float:
-        size = np.abs(errors)
-        huber = np.where(size < TENTH, size**2 / 2, TENTH * (size - TENTH / 2))
-        return float(huber.sum() + PRIOR_WEIGHT * TENTH**2 / 2 * ((values - self.start) ** 2).sum())
+        cauchy = TENTH**2 / 2 * np.log1p((errors / TENTH) ** 2)
+        return float(cauchy.sum() + PRIOR_WEIGHT * TENTH**2 / 2 * ((values - self.start) ** 2).sum())
 
     def run(self, rounds: int, report: Callable[[str], None]) -> None:
         """Least squares until nothing is gained."""

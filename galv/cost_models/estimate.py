@@ -6,7 +6,7 @@ Both use `pipeline_seconds`, so the objective optimized is the objective reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from galv.cost_models.memory import reserved_bytes
@@ -126,6 +126,7 @@ def estimate_plan(
         fits=max(peaks) <= budget_bytes,
         breakdown=min(details, key=lambda stage: stage.time.bubble_seconds).time,
         stages=details,
+        transfer_seconds=transfer_seconds,
     )
 
 
@@ -146,6 +147,7 @@ def _stage_estimate(
         memory=stage_memory(costs, in_flight, cluster),
         units=units,
         num_in_flight=ceil(in_flight),
+        **asdict(stage_seconds(costs)),
     )
 
 

@@ -349,6 +349,11 @@ class StageEstimate(Frozen):
     """In the order of the stage's units."""
     num_in_flight: int = 1
     """Microbatches whose activations are alive at the peak."""
+    forward_seconds: float = 0.0
+    """Busy for one microbatch's forward, exposed communication included; `backward_seconds` alike."""
+    backward_seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Once a step, after the last backward: gradients, parameters, the update."""
 
 
 class Estimate(Frozen):
@@ -367,6 +372,8 @@ class Estimate(Frozen):
     breakdown: TimeBreakdown
     """Of the stage that works longest."""
     stages: tuple[StageEstimate, ...]
+    transfer_seconds: float = 0.0
+    """To send one microbatch's activation to the next stage."""
 
 
 class Alternative(Frozen):
