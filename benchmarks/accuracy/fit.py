@@ -68,7 +68,7 @@ def device_constants() -> list[Constant]:
 
 
 LIMITS = {
-    "elementwise_passes": (0.2, 10.0),
+    "elementwise_passes": (0.2, 16.0),
     "product_share": (0.5, 1.2),
     "loss_bytes_per_logit": (2.0, 120.0),
     "flash_share": (0.3, 1.5),
@@ -77,6 +77,7 @@ LIMITS = {
     "host_seconds_per_collective": (1e-6, 1e-3),
     "stall_seconds": (1e-3, 0.1),
     "microbatch_seconds": (1e-5, 0.05),
+    "wide_job_stall_seconds": (0.01, 1.0),
     "step_seconds": (1e-3, 2.0),
     "network_share": (0.1, 1.1),
     "network_hop_seconds": (1e-6, 5e-4),
@@ -321,10 +322,9 @@ def by_source(fit: Fit, errors: np.ndarray) -> dict[str, np.ndarray]:
     return {name: errors[names == name] for name in dict.fromkeys(names)}
 
 
-def leave_models_out(fit: Fit) -> np.ndarray:
-    """Each row's error when the rows of its model in its source had no say."""
-    errors = fit.errors()
-    slopes, values, found = fit.jacobian(errors), fit.values(), errors.copy()
+def leave_models_out(fit: Fit, errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """Each row's error when the rows of its model in its source had no say; `errors` and `slopes` are the fit's."""
+    values, found = fit.values(), errors.copy()
     keys = [(q.case.source, q.case.model) for q in fit.questions]
     for key in dict.fromkeys(keys):
         out = np.array([k == key for k in keys])
@@ -334,10 +334,9 @@ def leave_models_out(fit: Fit) -> np.ndarray:
     return found
 
 
-def leave_sources_out(fit: Fit) -> np.ndarray:
-    """Each row's error when no row of its source had a say in any constant."""
-    errors = fit.errors()
-    slopes, values, found = fit.jacobian(errors), fit.values(), errors.copy()
+def leave_sources_out(fit: Fit, errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """Each row's error when no row of its source had a say in any constant; `errors` and `slopes` are the fit's."""
+    values, found = fit.values(), errors.copy()
     sources = np.array([q.case.source for q in fit.questions])
     for source in dict.fromkeys(sources):
         out = sources == source
@@ -367,7 +366,13 @@ def _borrowed(fit: Fit, values: np.ndarray, slopes: np.ndarray, out: np.ndarray)
 
 def table(fit: Fit, title: str, report: Callable[[str], None]) -> None:
     """Prints the three errors of a fit, source by source."""
-    kinds = {"fitted": fit.errors(), "model out": leave_models_out(fit), "source out": leave_sources_out(fit)}
+    errors = fit.errors()
+    slopes = fit.jacobian(errors)
+    kinds = {
+        "fitted": errors,
+        "model out": leave_models_out(fit, errors, slopes),
+        "source out": leave_sources_out(fit, errors, slopes),
+    }
     report(f"{title}: median / 90th percentile of the relative error")
     for kind, errors in kinds.items():
         report(f"  {kind:10} all {len(errors)} rows: {summary(errors)}")
@@ -393,14 +398,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     names = list(profiles.stacks)
     if options.only != "memory":
-        constants = device_constants() + stack_constants(LIMITS, profiles, names)
-        fit = Fit(time_rows(questions), constants, profiles, time_error)
+        fit = _concerned(
+            time_rows(questions), device_constants() + stack_constants(LIMITS, profiles, names), profiles, time_error
+        )
         fit.run(options.rounds, report)
         table(fit, "step time", report)
         _show(fit, report)
     if options.only != "time":
         rows = [q for q in questions if q.case.measured_bytes or q.case.source == "hagemann2023"]
-        fit = Fit(rows, stack_constants(MEMORY_LIMITS, profiles, names), profiles, memory_error)
+        fit = _concerned(rows, stack_constants(MEMORY_LIMITS, profiles, names), profiles, memory_error)
         fit.run(options.rounds, report)
         table(fit, "peak memory", report)
         _show(fit, report)
@@ -408,6 +414,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(profiles)
     if options.markdown is not None:
         fill(options.markdown, "fit", ["```", *lines, "```"])
+
+
+def _concerned(
+    questions: list[Question],
+    constants: list[Constant],
+    profiles: Profiles,
+    error: Callable[[Question, Profiles], float],
+) -> Fit:
+    """The fit of those constants that some row depends on."""
+    fit = Fit(questions, constants, profiles, error)
+    used = [constant for constant, rows in zip(constants, fit._touched, strict=True) if rows]
+    return Fit(questions, used, profiles, error)
 
 
 def _questions(data: Path, cache: Path | None) -> list[Question]:

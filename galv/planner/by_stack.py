@@ -21,7 +21,7 @@ from galv.planner.graph import Exclusion, FactsSource, ModelGraph, UnitRef
 from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Training, Unit
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
-from galv.profiles.stack import StackProfile
+from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProf
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
         virtual_stages=layout.extras.virtual_stages,
-        microbatch_seconds=stack.microbatch_seconds,
+        microbatch_seconds=_microbatch_seconds(stack, cluster),
         step_seconds=stack.step_seconds + _tied_seconds(library.graph, pricer),
     )
 
@@ -92,7 +92,7 @@ def priced_stages(
         tokens_per_step=request.global_batch * (request.seq_len or 1),
         model_flops=total_flops(graph, 1) * request.global_batch,
         virtual_stages=layout.extras.virtual_stages,
-        microbatch_seconds=stack.microbatch_seconds,
+        microbatch_seconds=_microbatch_seconds(stack, cluster),
         step_seconds=stack.step_seconds + _tied_seconds(graph, pricer),
     )
     return PricedStages(tuple(chunks), found)
@@ -218,6 +218,11 @@ def _check(library: WorkLibrary, layout: StackLayout) -> None:
         placed = library.layout(name, setting)
         if isinstance(placed, Exclusion):
             raise UsageError(f"this model cannot be split so: tp {setting.tp}: {name}: {placed.reason}")
+
+
+def _microbatch_seconds(stack: StackProfile, cluster: ClusterProfile) -> float:
+    wide = stack.wide_job_stall_seconds if cluster.num_nodes > WIDE_JOB_NODES else 0.0
+    return stack.microbatch_seconds + wide
 
 
 def _costs(pricer: StackPricer) -> dict[str, UnitCost]:

@@ -23,6 +23,7 @@ from galv.errors import UnknownName
 from galv.profiles.device import Rate, Seconds, read_figures
 
 MAX_FITTED = 10
+WIDE_JOB_NODES = 32
 Level = Field(ge=0)
 
 
@@ -54,6 +55,8 @@ class StackProfile(BaseModel):
     degree 8; in proportion at other degrees. It does not add to computation that takes longer."""
     microbatch_seconds: Seconds = 0.0
     """Each microbatch, whatever its size: p2p set-up, Python of the schedule."""
+    wide_job_stall_seconds: Seconds = 0.0
+    """Each microbatch of a job on more than `WIDE_JOB_NODES` nodes, which several blocks of the network hold."""
     step_seconds: Seconds = 0.0
     """Each step, whatever the model: data loading, logging, synchronization."""
     # -- communication
