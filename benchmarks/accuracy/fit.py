@@ -60,7 +60,7 @@ def device_constants() -> list[Constant]:
         for family in FAMILIES
         for constant in (
             Constant(f"device:{family}", "matmul_efficiency", 0.4, 0.95),
-            Constant(f"device:{family}", "matmul_half_k", 20, 400),
+            Constant(f"device:{family}", "matmul_half_k", 20, 300),
             Constant(f"device:{family}", "attention_forward_efficiency", 0.1, 0.8),
             Constant(f"device:{family}", "attention_backward_efficiency", 0.1, 0.65),
         )
@@ -69,7 +69,7 @@ def device_constants() -> list[Constant]:
 
 LIMITS = {
     "elementwise_passes": (0.2, 16.0),
-    "product_share": (0.5, 1.2),
+    "product_share": (0.75, 1.05),
     "loss_bytes_per_logit": (2.0, 120.0),
     "flash_share": (0.3, 1.5),
     "score_passes": (2.0, 40.0),
@@ -230,7 +230,7 @@ class Fit:
         """The constants after one damped Gauss-Newton step; rows in `without` do not count.
 
         Robust as the Cauchy distribution is: rows that are off by tenths, as by stalls that nothing recorded explains,
-        have little say.
+        have little say. Constants at their limit that would leave it stay there, and the others are found without them.
         """
         weights = 1 / (1 + (errors / TENTH) ** 2)
         if without is not None:
@@ -240,9 +240,18 @@ class Fit:
         normal = slopes.T @ (weights[:, None] * slopes) + pull
         side = -slopes.T @ (weights * errors) - pull @ (values - self.start)
         normal += damping * np.diag(np.diag(normal) + 1e-9)
-        moved = values + np.clip(np.linalg.solve(normal, side), -0.7, 0.7)
         lowest = np.log([c.lowest for c in self.constants])
         highest = np.log([c.highest for c in self.constants])
+        free = np.ones(len(values), dtype=bool)
+        moved = values
+        while free.any():
+            step = np.linalg.solve(normal[np.ix_(free, free)], side[free])
+            moved = values.copy()
+            moved[free] += np.clip(step, -0.7, 0.7)
+            stuck = free & ((moved > highest) & (values > highest - 1e-3) | (moved < lowest) & (values < lowest + 1e-3))
+            if not stuck.any():
+                break
+            free &= ~stuck
         return np.clip(moved, lowest, highest)
 
     def cost(self, errors: np.ndarray, values: np.ndarray) -> float:
