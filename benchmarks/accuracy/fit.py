@@ -35,7 +35,7 @@ from galv.profiles.stack import StackProfile
 
 PROFILES = Path(__file__).parents[2] / "galv" / "profiles"
 
-FAMILIES = {"a100": ("a100-sxm-80", "a100-sxm-40", "a800-sxm-80"), "h100": ("h100-sxm-80", "h800-sxm-80")}
+FAMILIES = {"a100": ("a100-sxm-80", "a100-sxm-40", "a800-sxm-80"), "h100": ("h100-sxm-80", "h800-sxm-80", "h200-sxm-141")}
 """Devices with one chip share its constants."""
 
 PRIOR_WEIGHT = 0.5
@@ -279,6 +279,10 @@ class Fit:
                 break
 
 
+VERDICT_MARGIN = 0.005
+"""How far on the right side of the capacity a verdict is asked to be; an error beyond it is a wrong verdict."""
+
+
 def time_error(question: Question, profiles: Profiles) -> float:
     """Logarithm of predicted over measured step time."""
     case = question.case
@@ -293,7 +297,9 @@ def memory_error(question: Question, profiles: Profiles) -> float:
     if question.case.measured_bytes is not None:
         return float(np.log(question.peak_bytes(estimate) / question.case.measured_bytes))
     margin = float(np.log(question.device_bytes(estimate) / question.case.cluster.device.memory_bytes))
-    return min(margin - 0.005, 0.0) if question.case.row["status"] == "oom" else max(margin + 0.005, 0.0)
+    return (
+        min(margin - VERDICT_MARGIN, 0.0) if question.case.row["status"] == "oom" else max(margin + VERDICT_MARGIN, 0.0)
+    )
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -327,8 +333,14 @@ def summary(errors: np.ndarray) -> str:
 
 
 def by_source(fit: Fit, errors: np.ndarray) -> dict[str, np.ndarray]:
-    names = np.array([q.case.source for q in fit.questions])
-    return {name: errors[names == name] for name in dict.fromkeys(names)}
+    """The errors of each source, bare verdicts left out."""
+    names = np.array(["" if _is_verdict(fit, q) else q.case.source for q in fit.questions])
+    return {name: errors[names == name] for name in dict.fromkeys(names) if name}
+
+
+def _is_verdict(fit: Fit, question: Question) -> bool:
+    """Whether the row has nothing to compare with but whether it fitted."""
+    return fit.error is memory_error and question.case.measured_bytes is None
 
 
 def leave_models_out(fit: Fit, errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
@@ -384,7 +396,11 @@ def table(fit: Fit, title: str, report: Callable[[str], None]) -> None:
     }
     report(f"{title}: median / 90th percentile of the relative error")
     for kind, errors in kinds.items():
-        report(f"  {kind:10} all {len(errors)} rows: {summary(errors)}")
+        counted = np.concatenate(list(by_source(fit, errors).values()))
+        report(f"  {kind:10} all {len(counted)} rows: {summary(counted)}")
+        verdicts = errors[[_is_verdict(fit, q) for q in fit.questions]]
+        if len(verdicts):
+            report(f"    {len(verdicts)} verdicts, right: {np.mean(abs(verdicts) <= VERDICT_MARGIN):.1%}")
         for source, part in by_source(fit, errors).items():
             report(f"    {source:30} {len(part):5} {summary(part)}")
 

@@ -65,6 +65,9 @@ class Unusable(Exception):
     """A row that cannot be priced, with the reason."""
 
 
+LAUNCH_BOUND = "time is launch-bound"
+"""What a row says of itself when its time is that of a tiny model in a test: good for memory only."""
+
 MEMORY_KIND = {"flagperf": "device"}
 """What a source prints that does not say: flagperf's whole GiB are nvidia-smi's. Others print what is allocated."""
 
@@ -92,7 +95,9 @@ class Case:
 
     @property
     def measured_seconds(self) -> float | None:
-        """The measured step, None where there is none or the row is not dense."""
+        """The measured step; None where there is none, or where the row says that it measures launches alone."""
+        if LAUNCH_BOUND in self.assumptions:
+            return None
         return float(self.row["step_seconds"]) if self.row["step_seconds"] else None
 
     @property

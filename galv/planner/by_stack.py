@@ -69,7 +69,7 @@ def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProf
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
         virtual_stages=layout.extras.virtual_stages,
-        microbatch_seconds=_microbatch_seconds(stack, cluster),
+        microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
         step_seconds=stack.step_seconds + _tied_seconds(library.graph, pricer),
     )
 
@@ -92,7 +92,7 @@ def priced_stages(
         tokens_per_step=request.global_batch * (request.seq_len or 1),
         model_flops=total_flops(graph, 1) * request.global_batch,
         virtual_stages=layout.extras.virtual_stages,
-        microbatch_seconds=_microbatch_seconds(stack, cluster),
+        microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
         step_seconds=stack.step_seconds + _tied_seconds(graph, pricer),
     )
     return PricedStages(tuple(chunks), found)
@@ -220,9 +220,9 @@ def _check(library: WorkLibrary, layout: StackLayout) -> None:
             raise UsageError(f"this model cannot be split so: tp {setting.tp}: {name}: {placed.reason}")
 
 
-def _microbatch_seconds(stack: StackProfile, cluster: ClusterProfile) -> float:
-    wide = stack.wide_job_stall_seconds if cluster.num_nodes > WIDE_JOB_NODES else 0.0
-    return stack.microbatch_seconds + wide
+def _microbatch_seconds(stack: StackProfile, cluster: ClusterProfile, num_stages: int) -> float:
+    wide = num_stages > 1 and cluster.num_nodes > WIDE_JOB_NODES
+    return stack.microbatch_seconds + (stack.wide_job_stall_seconds if wide else 0.0)
 
 
 def _costs(pricer: StackPricer) -> dict[str, UnitCost]:

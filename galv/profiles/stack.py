@@ -56,7 +56,8 @@ class StackProfile(BaseModel):
     microbatch_seconds: Seconds = 0.0
     """Each microbatch, whatever its size: p2p set-up, Python of the schedule."""
     wide_job_stall_seconds: Seconds = 0.0
-    """Each microbatch of a job on more than `WIDE_JOB_NODES` nodes, which several blocks of the network hold."""
+    """Each microbatch of a pipeline in a job on more than `WIDE_JOB_NODES` nodes, which lie in several blocks of the
+    network."""
     step_seconds: Seconds = 0.0
     """Each step, whatever the model: data loading, logging, synchronization."""
     # -- communication
