@@ -155,7 +155,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device: Any = None, seed: int =
     """
     from galv.runtime.parallelize import parallelize as apply
 
-    if not plan.is_galvs:
+    if plan.training.stack != "galv":
         raise UsageError(f"this plan prices how {plan.training.stack} would run; make one without a stack to run it")
     glue = _glue(model, plan) if plan.pipeline.degree > 1 else None
     return apply(model, plan, glue=glue, device=device, seed=seed, fingerprint=_fingerprint(model, plan))

@@ -80,7 +80,7 @@ LIMITS = {
     "wide_job_stall_seconds": (0.01, 1.0),
     "step_seconds": (1e-3, 2.0),
     "network_share": (0.1, 1.1),
-    "network_hop_seconds": (1e-6, 5e-4),
+    "network_hop_seconds": (1e-6, 8e-4),
     "node_decay": (0.01, 1.0),
     "gather_overlap": (0.05, 1.0),
     "gradient_overlap": (0.01, 1.0),

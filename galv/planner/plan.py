@@ -158,7 +158,7 @@ class Strategy(Frozen):
     """0 nothing sharded, 1 optimizer state, 2 gradients too, 3 parameters too; sharded over `dp_shard`."""
     recompute: Recompute = "none"
     cp: int = Field(1, ge=1)
-    """Context-parallel degree: parts of the sequence. Estimated for other software only."""
+    """Context-parallel degree, estimated for other software only."""
 
     @property
     def dp(self) -> int:
@@ -260,7 +260,7 @@ class Training(Frozen):
     precision: Precision
     optimizer: OptimizerName
     stack: str = "galv"
-    """The software that the estimate is for: galv's own runtime, or the name of a stack profile."""
+    """The software that the estimate is for."""
 
 
 class Pipeline(Frozen):
@@ -350,10 +350,9 @@ class StageEstimate(Frozen):
     num_in_flight: int = 1
     """Microbatches whose activations are alive at the peak."""
     forward_seconds: float = 0.0
-    """Busy for one microbatch's forward, exposed communication included; `backward_seconds` alike."""
+    """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
     backward_seconds: float = 0.0
     step_seconds: float = 0.0
-    """Once a step, after the last backward: gradients, parameters, the update."""
 
 
 class Estimate(Frozen):
@@ -373,7 +372,6 @@ class Estimate(Frozen):
     """Of the stage that works longest."""
     stages: tuple[StageEstimate, ...]
     transfer_seconds: float = 0.0
-    """To send one microbatch's activation to the next stage."""
 
 
 class Alternative(Frozen):
@@ -421,11 +419,6 @@ class Plan(Frozen):
     def units(self) -> Iterator[Unit]:
         """Every unit, in the order of the model."""
         return (unit for stage in self.stages for unit in stage.units)
-
-    @property
-    def is_galvs(self) -> bool:
-        """Whether it is priced as galv's own runtime runs it; any other plan is an estimate that nothing runs."""
-        return self.training.stack == "galv"
 
     @property
     def num_devices(self) -> int:
@@ -497,7 +490,7 @@ class Plan(Frozen):
                 raise ValueError(
                     f"unit {unit.name}: {unit.strategy} covers {unit.strategy.num_devices} devices of {per_stage}"
                 )
-            if unit.strategy.tp > 1 and self.is_galvs and self.layout_of(unit) is None:
+            if unit.strategy.tp > 1 and self.training.stack == "galv" and self.layout_of(unit) is None:
                 raise ValueError(f"unit {unit.name}: no layout for tp {unit.strategy.tp}")
         if self.micro_batch * self.training.num_microbatches * self.data_parallel_degree != self.training.global_batch:
             raise ValueError(
