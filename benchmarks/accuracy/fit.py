@@ -35,7 +35,10 @@ from galv.profiles.stack import StackProfile
 
 PROFILES = Path(__file__).parents[2] / "galv" / "profiles"
 
-FAMILIES = {"a100": ("a100-sxm-80", "a100-sxm-40", "a800-sxm-80"), "h100": ("h100-sxm-80", "h800-sxm-80", "h200-sxm-141")}
+FAMILIES = {
+    "a100": ("a100-sxm-80", "a100-sxm-40", "a800-sxm-80"),
+    "h100": ("h100-sxm-80", "h800-sxm-80", "h200-sxm-141"),
+}
 """Devices with one chip share its constants."""
 
 PRIOR_WEIGHT = 0.5

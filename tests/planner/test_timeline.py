@@ -35,7 +35,7 @@ def test_the_timeline_is_the_estimate(plan: Plan) -> None:
 def test_other_schedules_can_be_asked_for(plan: Plan) -> None:
     """Interleaving and split backwards wait less than 1F1B with the same stages; GPipe does not."""
     idle = {
-        name: sum(map(sum, bubble_seconds(timeline(plan, name), 4)))  # type: ignore[arg-type]
+        name: sum(map(sum, bubble_seconds(timeline(plan, name), 4)))
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
     }
 
