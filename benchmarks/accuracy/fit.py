@@ -364,8 +364,7 @@ def leave_sources_out(fit: Fit, errors: np.ndarray, slopes: np.ndarray) -> np.nd
     sources = np.array([q.case.source for q in fit.questions])
     for source in dict.fromkeys(sources):
         out = sources == source
-        moved = np.where(_is_device(fit), fit.step(errors, slopes, 0.0, out), values)
-        fit.put(_borrowed(fit, moved, slopes, out))
+        fit.put(_borrowed(fit, fit.step(errors, slopes, 0.0, out), slopes, out))
         found[out] = fit.errors(np.flatnonzero(out))
         fit.put(values)
     return found

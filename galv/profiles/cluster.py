@@ -243,4 +243,6 @@ def _link(path: str, which: str, device: str, override: _LinkFile) -> LinkProfil
     base = default_link(device, which)
     figures = override.figures(base)
     sources = base.sources | dict.fromkeys(figures, f"given in {path}")
-    return read_figures(LinkProfile, {**base.model_dump(exclude_unset=True), **figures, "sources": sources}, f"{path}: links.{which}")
+    return read_figures(
+        LinkProfile, {**base.model_dump(exclude_unset=True), **figures, "sources": sources}, f"{path}: links.{which}"
+    )
