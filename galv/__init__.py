@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, estimate, graph, parallelize, plan
+    from galv.api import build_model, capture, estimate, graph, parallelize, plan
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -38,6 +38,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "build_model",
+    "capture",
     "estimate",
     "graph",
     "parallelize",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "estimate", "graph", "parallelize", "plan"),
+    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

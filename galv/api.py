@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 from galv.errors import ModelError, UnknownName, UsageError
+from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
     MAX_SEQ_LEN,
@@ -23,6 +25,7 @@ from galv.planner.plan import (
 )
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
+from galv.profiles.stack import StackProfile, load_stack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,8 +88,26 @@ def plan(
     )
 
 
-def estimate(
+def capture(
     model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    seq_len: int | None = None,
+    precision: Precision = "bf16",
+    device_kind: Literal["cuda", "cpu"] = "cuda",
+) -> ModelGraph:
+    """`model` traced once, to price many layouts of it: give the result to `estimate` in the model's place.
+
+    Arguments as for `plan`; `device_kind` says for which kernels attention is captured.
+    """
+    from galv.planner.capture import capture as trace
+    from galv.planner.capture.source import resolve_model
+
+    return trace(resolve_model(model, example_inputs, seq_len=seq_len), precision=precision, device_kind=device_kind)
+
+
+def estimate(
+    model: str | nn.Module | Callable[[], nn.Module] | ModelGraph,
     example_inputs: Any = None,
     *,
     cluster: str | ClusterProfile,
@@ -104,6 +125,10 @@ def estimate(
     memory: float | None = None,
     units: Sequence[str] | None = None,
     opaque: Sequence[str] = (),
+    stack: str | StackProfile | None = None,
+    virtual_stages: int = 1,
+    cp: int = 1,
+    attention: Literal["fused", "unfused"] = "fused",
 ) -> Plan:
     """One layout given by hand, priced: a plan that runs, whether or not the estimate says that it fits.
 
@@ -111,9 +136,14 @@ def estimate(
     shards activations between tensor-parallel regions when tp > 1. With pp > 1 the units are cut where the pipeline is
     fastest. `micro_batch`: samples that one data-parallel group processes at once. Other arguments as for `plan`.
 
+    `stack` prices the layout as another software runs it: the name of a shipped profile (`galv.profiles.stack`) or a
+    profile. Only there are `virtual_stages` (model chunks of a pipeline rank, interleaved), `cp` (context-parallel
+    degree) and unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that software cuts.
+
     Raises UsageError when the sizes do not divide, naming what would.
     """
     from galv.planner.by_hand import Layout, priced_by_hand
+    from galv.planner.by_stack import StackExtras, priced_by_stack
 
     _check_name("recompute level", recompute, Recompute)
     _check_name("schedule", schedule or "none", ScheduleName)
@@ -129,7 +159,16 @@ def estimate(
         recompute=recompute,
         schedule=schedule,
     )
+    extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
+    if stack is not None:
+        known = load_stack(stack) if isinstance(stack, str) else stack
+        captured = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
+        return priced_by_stack(captured, profile, known, layout, extras, request)
+    if extras != StackExtras():
+        raise UsageError("virtual_stages, cp and unfused attention are priced for a stack only; galv runs none of them")
     layout.check(profile, request)
+    if isinstance(model, ModelGraph):
+        return priced_by_hand(_pricer(model, profile), layout, request, source=None, inputs_source=None)
     source, shared = _captured(model, example_inputs, profile, request, Reporter(), units, opaque)
     return priced_by_hand(shared, layout, request, source=source.source, inputs_source=source.inputs_source)
 
@@ -180,6 +219,8 @@ def parallelize(
     from galv.planner.capture.glue import glue_for
     from galv.runtime.parallelize import parallelize as apply
 
+    if plan.training.stack != "galv":
+        raise UsageError(f"this plan prices how {plan.training.stack} would run; make one without a stack to run it")
     return apply(
         model,
         plan,
@@ -313,6 +354,29 @@ def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
     return fingerprint_as(model, units)
 
 
+def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Request) -> ModelGraph:
+    return capture(
+        model,
+        example_inputs,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        device_kind=cluster.device.kind,
+    )
+
+
+_PRICERS: WeakKeyDictionary[Any, dict[ClusterProfile, FactsPricer]] = WeakKeyDictionary()
+
+
+def _pricer(graph: ModelGraph, cluster: ClusterProfile) -> FactsPricer:
+    """What is already priced of `graph` on `cluster`, for as long as the graph lives."""
+    from galv.cost_models.unit import FactsPricer
+
+    known = _PRICERS.setdefault(graph.source, {})
+    if cluster not in known:
+        known[cluster] = FactsPricer(graph, cluster)
+    return known[cluster]
+
+
 def _captured(
     model: str | nn.Module | Callable[[], nn.Module],
     example_inputs: Any,
@@ -341,4 +405,4 @@ def _captured(
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "estimate", "graph", "parallelize", "plan"]
+__all__ = ["build_model", "capture", "estimate", "graph", "parallelize", "plan"]

@@ -103,8 +103,10 @@ def _network_bytes_per_second(group: Group, cluster: ClusterProfile) -> float:
 
     Each member reaches one card; all groups of the node together have no more than all its cards.
     """
+    link = cluster.inter_node
     cards = min(float(group.per_node), cluster.links_per_node, cluster.links_per_node / group.per_node_groups)
-    return cards * cluster.inter_node.bytes_per_second
+    decay = (2 / group.num_nodes) ** link.node_decay if group.num_nodes > 2 else 1.0
+    return cards * link.bytes_per_second * decay
 
 
 def _inside_bytes_per_second(cluster: ClusterProfile) -> float:
@@ -116,7 +118,7 @@ def _ring_bytes_per_second(group: Group, cluster: ClusterProfile, *, gather: boo
     """What a large message reaches: the narrowest link of the ring, at the share that the collective gets of it."""
     links = (cluster.intra_node, cluster.inter_node)
     share_inside, share_between = (x.gather_efficiency if gather else x.efficiency for x in links)
-    inside = share_inside * _inside_bytes_per_second(cluster)
+    inside = share_inside * _inside_bytes_per_second(cluster) * cluster.intra_node.group_share(group.per_node)
     if group.num_nodes == 1:
         return inside
     network = share_between * _network_bytes_per_second(group, cluster)
@@ -164,7 +166,8 @@ def _p2p(num_bytes: float, group: Group, cluster: ClusterProfile) -> float:
 def _all_to_all(num_bytes: float, group: Group, cluster: ClusterProfile) -> float:
     """Each rank sends every other its part directly; parts for other nodes share the node's network cards."""
     part = num_bytes / group.size
-    reached = _inside_bytes_per_second(cluster) * cluster.intra_node.gather_efficiency
+    link = cluster.intra_node
+    reached = _inside_bytes_per_second(cluster) * link.gather_efficiency * link.group_share(group.per_node)
     inside = part * (group.per_node - 1) / reached
     if group.num_nodes == 1:
         return cluster.intra_node.latency_seconds + inside

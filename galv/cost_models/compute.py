@@ -90,13 +90,33 @@ def attention_flops(batch: float, heads: float, query: float, key: float, head_d
     return 4.0 * batch * heads * head_dim * seen
 
 
+ATTENTION_HALF_LENGTH = 450.0
+"""Keys at which fused attention would run at half its best rate: FlashAttention-2's figures of causal attention on
+A100 (head dim 128) rise from about 100 TFLOP/s at 512 keys to 190 at 16k."""
+ATTENTION_SOFTMAX_DIM = 32.0
+"""Exponentials of a score cost as much as its products over this many head dims: 16 a clock and multiprocessor against
+2048 multiply-adds on A100, reached at half rate."""
+USUAL_ATTENTION = (4096.0, 128.0)
+"""Keys and head dim for which device profiles give the efficiency of attention."""
+
+
+def attention_handicap(keys: float, head_dim: float) -> float:
+    """How many times longer a FLOP of fused attention takes than at `USUAL_ATTENTION`."""
+
+    def slowness(keys: float, head_dim: float) -> float:
+        return (1 + ATTENTION_HALF_LENGTH / keys) * (1 + ATTENTION_SOFTMAX_DIM / head_dim)
+
+    return slowness(keys, head_dim) / slowness(*USUAL_ATTENTION)
+
+
 def attention_seconds(operator: Operator, device: DeviceProfile) -> float:
     """Arithmetic seconds of a fused attention kernel.
 
     Backward does 2.5 times the FLOPs of forward: five products instead of two (Dao, FlashAttention-2).
     """
     assert operator.attention is not None, "an attention operator carries its shape"
-    flops = attention_flops(*operator.attention)
+    _, _, _, key, head_dim, _ = operator.attention
+    flops = attention_flops(*operator.attention) * attention_handicap(key, head_dim)
     peak = device.peak_flops.get(short_dtype(operator.dtype), device.peak_flops["fp32"])
     if operator.phase == "backward":
         return 2.5 * flops / (peak * device.attention_backward_efficiency)

@@ -6,10 +6,12 @@ Both use `pipeline_seconds`, so the objective optimized is the objective reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from math import ceil
 
 from galv.cost_models.memory import reserved_bytes
 from galv.cost_models.pipeline import num_in_flight, simulate
+from galv.cost_models.schedules import interleaved_in_flight, interleaved_seconds
 from galv.cost_models.unit import Setting, UnitCost
 from galv.planner.plan import Estimate, MemoryBreakdown, ScheduleName, StageEstimate, TimeBreakdown, UnitEstimate
 from galv.profiles.cluster import ClusterProfile
@@ -43,6 +45,19 @@ def pipeline_seconds(
     return timeline.makespan_seconds + max(stage.step_seconds for stage in stages)
 
 
+def _interleaved(stages: Sequence[StageSeconds], rounds: int, virtual_stages: int, transfer: float) -> float:
+    forward, backward = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages]
+    makespan = interleaved_seconds(forward, backward, rounds, virtual_stages, transfer)
+    return makespan + max(stage.step_seconds for stage in stages)
+
+
+def _in_flight(schedule: ScheduleName, num_stages: int, rounds: int, virtual_stages: int) -> list[float]:
+    """Microbatches whose activations each stage holds at once."""
+    if virtual_stages > 1:
+        return [interleaved_in_flight(i, num_stages, rounds, virtual_stages) for i in range(num_stages)]
+    return [float(num_in_flight(schedule, i, num_stages, rounds)) for i in range(num_stages)]
+
+
 def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
     """The busy time of a stage whose units cost `costs`."""
     return StageSeconds(
@@ -50,6 +65,26 @@ def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
         backward_seconds=sum(c.backward_compute_seconds + c.backward_exposed_seconds for c in costs),
         step_seconds=sum(c.step_exposed_seconds + c.optimizer_seconds for c in costs),
     )
+
+
+def stages_step_seconds(
+    stages: Sequence[Sequence[UnitCost]],
+    *,
+    setting: Setting,
+    schedule: ScheduleName,
+    transfer_seconds: float,
+    virtual_stages: int = 1,
+    microbatch_seconds: float = 0.0,
+    step_seconds: float = 0.0,
+) -> float:
+    """Seconds of a step whose stages hold units of the given costs; arguments as for `estimate_plan`."""
+    rounds = setting.num_microbatches
+    busy = [stage_seconds(costs) for costs in stages]
+    if microbatch_seconds:
+        busy = [replace(stage, forward_seconds=stage.forward_seconds + microbatch_seconds) for stage in busy]
+    if virtual_stages == 1:
+        return pipeline_seconds(schedule, busy, rounds, transfer_seconds) + step_seconds
+    return _interleaved(busy, rounds, virtual_stages, transfer_seconds) + step_seconds
 
 
 def estimate_plan(
@@ -62,11 +97,26 @@ def estimate_plan(
     budget_bytes: int,
     tokens_per_step: int,
     model_flops: float,
+    virtual_stages: int = 1,
+    microbatch_seconds: float = 0.0,
+    step_seconds: float = 0.0,
 ) -> Estimate:
-    """The estimate of a plan whose stages hold units of the given costs, in order."""
+    """The estimate of a plan whose stages hold units of the given costs, in order.
+
+    With `virtual_stages` each stage's units are that many chunks of an interleaved pipeline. `microbatch_seconds` and
+    `step_seconds` are added to every stage's forward and to the step.
+    """
     rounds = setting.num_microbatches
-    step = pipeline_seconds(schedule, [stage_seconds(costs) for costs in stages], rounds, transfer_seconds)
-    in_flight = [num_in_flight(schedule, i, len(stages), rounds) for i in range(len(stages))]
+    step = stages_step_seconds(
+        stages,
+        setting=setting,
+        schedule=schedule,
+        transfer_seconds=transfer_seconds,
+        virtual_stages=virtual_stages,
+        microbatch_seconds=microbatch_seconds,
+        step_seconds=step_seconds,
+    )
+    in_flight = _in_flight(schedule, len(stages), rounds, virtual_stages)
     details = tuple(
         _stage_estimate(costs, rounds, flying, step, cluster) for costs, flying in zip(stages, in_flight, strict=True)
     )
@@ -81,6 +131,7 @@ def estimate_plan(
         fits=max(peaks) <= budget_bytes,
         breakdown=_mean([stage.time for stage in details]),
         stages=details,
+        transfer_seconds=transfer_seconds,
     )
 
 
@@ -91,7 +142,7 @@ def _mean(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
 
 
 def _stage_estimate(
-    costs: Sequence[UnitCost], rounds: int, in_flight: int, step: float, cluster: ClusterProfile
+    costs: Sequence[UnitCost], rounds: int, in_flight: float, step: float, cluster: ClusterProfile
 ) -> StageEstimate:
     units = tuple(_unit_estimate(cost, rounds, in_flight) for cost in costs)
     compute = sum(unit.compute_seconds for unit in units)
@@ -106,11 +157,12 @@ def _stage_estimate(
         ),
         memory=stage_memory(costs, in_flight, cluster),
         units=units,
-        num_in_flight=in_flight,
+        num_in_flight=ceil(in_flight),
+        **asdict(stage_seconds(costs)),
     )
 
 
-def _unit_estimate(cost: UnitCost, rounds: int, in_flight: int) -> UnitEstimate:
+def _unit_estimate(cost: UnitCost, rounds: int, in_flight: float) -> UnitEstimate:
     return UnitEstimate(
         compute_seconds=rounds * cost.compute_seconds,
         communication_seconds=rounds * cost.exposed_seconds + cost.step_exposed_seconds,
@@ -119,7 +171,7 @@ def _unit_estimate(cost: UnitCost, rounds: int, in_flight: int) -> UnitEstimate:
     )
 
 
-def stage_memory(costs: Sequence[UnitCost], in_flight: int, cluster: ClusterProfile) -> MemoryBreakdown:
+def stage_memory(costs: Sequence[UnitCost], in_flight: float, cluster: ClusterProfile) -> MemoryBreakdown:
     """Where the bytes of a stage's fullest device go, with `in_flight` microbatches alive."""
     parameters = sum(cost.states.parameters_bytes for cost in costs)
     gradients = sum(cost.states.gradients_bytes for cost in costs)

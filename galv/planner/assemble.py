@@ -48,8 +48,8 @@ def assemble(
     )
     return Plan(
         galv_version=__version__,
-        model=_model(graph, source, inputs_source),
-        cluster=_cluster(cluster, request),
+        model=model_of(graph, source, inputs_source),
+        cluster=cluster_of(cluster, request),
         training=Training(
             seq_len=request.seq_len,
             global_batch=request.global_batch,
@@ -133,7 +133,8 @@ def _unit(ref: UnitRef, option: Option) -> Unit:
     )
 
 
-def _model(graph: ModelGraph, source: str | None, inputs_source: str | None) -> Model:
+def model_of(graph: ModelGraph, source: str | None, inputs_source: str | None) -> Model:
+    """What a plan says of the model."""
     return Model(
         name=graph.name,
         source=source,
@@ -146,7 +147,8 @@ def _model(graph: ModelGraph, source: str | None, inputs_source: str | None) -> 
     )
 
 
-def _cluster(cluster: ClusterProfile, request: Request) -> Cluster:
+def cluster_of(cluster: ClusterProfile, request: Request) -> Cluster:
+    """What a plan says of the devices."""
     return Cluster(
         spec=cluster.spec,
         device=cluster.device.name,

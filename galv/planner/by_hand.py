@@ -31,14 +31,18 @@ class Layout:
 
     def check(self, cluster: ClusterProfile, request: Request) -> None:
         """Nothing when the degrees divide the cluster and the batch. Raises UsageError saying what would."""
+        self.check_numbers()
+        self._check_degrees(cluster)
+        self._check_batch(cluster, request)
+        self._check_names()
+
+    def check_numbers(self) -> None:
+        """Nothing when every number can be meant. Raises UsageError."""
         for name, value in (("tp", self.tp), ("pp", self.pp), ("micro batch", self.micro_batch)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         if not 0 <= self.zero <= 3:
             raise UsageError(f"the ZeRO level is 0, 1, 2 or 3, not {self.zero}")
-        self._check_degrees(cluster)
-        self._check_batch(cluster, request)
-        self._check_names()
 
     def dp(self, cluster: ClusterProfile) -> int:
         """Data-parallel groups."""

@@ -70,6 +70,8 @@ class Strategy(Frozen):
     zero: int = Field(0, ge=0, le=3)
     """0 nothing sharded, 1 optimizer state, 2 gradients too, 3 parameters too; sharded over `dp_shard`."""
     recompute: Recompute = "none"
+    cp: int = Field(1, ge=1)
+    """Context-parallel degree, estimated for other software only."""
 
     @property
     def dp(self) -> int:
@@ -77,7 +79,7 @@ class Strategy(Frozen):
 
     @property
     def num_devices(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
 
     @model_validator(mode="after")
     def _consistent(self) -> Strategy:
@@ -207,6 +209,8 @@ class Training(Frozen):
     num_microbatches: Samples
     precision: Precision
     optimizer: OptimizerName
+    stack: str = "galv"
+    """The software that the estimate is for."""
 
 
 class Pipeline(Frozen):
@@ -298,6 +302,10 @@ class StageEstimate(Frozen):
     """In the order of the stage's units."""
     num_in_flight: Count = 1
     """Microbatches whose activations are alive at the peak."""
+    forward_seconds: float = 0.0
+    """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
+    backward_seconds: float = 0.0
+    step_seconds: float = 0.0
 
 
 class Estimate(Frozen):
@@ -317,6 +325,7 @@ class Estimate(Frozen):
     breakdown: TimeBreakdown
     """The mean over all devices."""
     stages: tuple[StageEstimate, ...]
+    transfer_seconds: float = 0.0
 
 
 class Alternative(Frozen):

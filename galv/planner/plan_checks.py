@@ -72,7 +72,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
         yield f"layouts: two layouts for {twice}"
     for unit in plan.units():
         layout = plan.layout_of(unit)
-        if unit.strategy.tp > 1 and layout is None:
+        if unit.strategy.tp > 1 and layout is None and plan.training.stack == "galv":
             yield f"unit {unit.name}: no layout for tp {unit.strategy.tp}"
         if layout is not None:
             yield from _names_within(unit, layout)

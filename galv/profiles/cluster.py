@@ -69,11 +69,19 @@ class LinkProfile(Figures):
     """Added by each hop of a ring or tree."""
     base_seconds: Seconds
     """Added by each collective, whatever its size and group."""
+    node_decay: float = Field(0.0, ge=0, le=1)
+    """Between nodes: a group on n > 2 nodes reaches (2 / n) to this power of the rate."""
+    group_shares: dict[int, Share] = {}
+    """Inside a node: what groups of so many devices reach of the rate; larger ones reach all of it."""
     devices_per_link: int = Field(ge=1)
     """Devices that share one such link: 1 where every device has its own, 8 for one network card in a node of 8."""
 
     def __hash__(self) -> int:
         return hash((self.bytes_per_second, self.efficiency, self.latency_seconds, self.base_seconds))
+
+    def group_share(self, num_devices: int) -> float:
+        """What a group of `num_devices` in one node reaches of the rate."""
+        return self.group_shares.get(min((n for n in self.group_shares if n >= num_devices), default=0), 1.0)
 
 
 class ClusterProfile(BaseModel):
@@ -268,4 +276,6 @@ def _link(path: str, which: str, device: str, override: _LinkFile) -> LinkProfil
     base = default_link(device, which)
     figures = override.figures(base)
     sources = base.sources | dict.fromkeys(figures, f"given in {path}")
-    return read_figures(LinkProfile, {**base.model_dump(), **figures, "sources": sources}, f"{path}: links.{which}")
+    return read_figures(
+        LinkProfile, {**base.model_dump(exclude_unset=True), **figures, "sources": sources}, f"{path}: links.{which}"
+    )

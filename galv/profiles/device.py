@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib import resources
 from importlib.abc import Traversable
 from typing import Annotated, Any, Literal, TypeVar
@@ -59,8 +59,11 @@ class Figures(BaseModel):
 
     @model_validator(mode="after")
     def _sourced(self) -> Figures:
-        figures = {name for name, info in type(self).model_fields.items() if name not in ("name", "kind", "sources")}
-        if missing := sorted(name for name in figures if not self.sources.get(name, "").strip()):
+        figures = {name for name in type(self).model_fields if name not in ("name", "kind", "sources")}
+        needed = {
+            name for name in figures if type(self).model_fields[name].is_required()
+        } | self.model_fields_set & figures
+        if missing := sorted(name for name in needed if not self.sources.get(name, "").strip()):
             raise ValueError(f"no source given for {', '.join(missing)}")
         if unknown := sorted(set(self.sources) - figures):
             raise ValueError(f"sources for figures that do not exist: {', '.join(unknown)}")
@@ -129,13 +132,11 @@ class DeviceProfile(Figures):
 
     def best_flops(self, dtype: str) -> float:
         """FLOP/s of a large matrix product. A dtype without a rate (integers, fp64) counts as fp32."""
-        return self._best_flops.get(dtype) or self._best_flops.get(short_dtype(dtype)) or self._best_flops["fp32"]
+        known = dtype if dtype in self.peak_flops else short_dtype(dtype)
+        known = known if known in self.peak_flops else "fp32"
+        return self.peak_flops[known] * self.matmul_efficiency[known]
 
-    @cached_property
-    def _best_flops(self) -> dict[str, float]:
-        return {dtype: rate * self.matmul_efficiency[dtype] for dtype, rate in self.peak_flops.items()}
-
-    @cached_property
+    @property
     def achieved_bytes_per_second(self) -> float:
         """Memory bandwidth that element-wise kernels reach."""
         return self.memory_bytes_per_second * self.memory_efficiency

@@ -218,3 +218,23 @@ def test_senders_of_a_stage_share_the_cards_of_their_node() -> None:
     stages = cluster(inter=link(10.0, devices_per_link=8))
 
     assert p2p_seconds(1 * GB, 8, stages) == pytest.approx(0.8)
+
+
+def test_a_network_loses_rate_with_its_nodes() -> None:
+    """With a decay of one half, large transfers over 8 nodes reach half of what they reach over 2."""
+    cluster = load_cluster("a100-sxm-80:8x8")
+    worn = cluster.model_copy(update={"inter_node": cluster.inter_node.model_copy(update={"node_decay": 0.5})})
+    two, eight = Group(16, 8, 2), Group(64, 8, 8)
+    size = 2.0**40
+
+    assert collective_seconds("all_gather", size, two, worn) == collective_seconds("all_gather", size, two, cluster)
+    ratio = collective_seconds("all_gather", size, eight, worn) / collective_seconds("all_gather", size, eight, cluster)
+    assert ratio == pytest.approx(2.0, rel=0.01)
+
+
+def test_small_groups_reach_their_share_of_the_links() -> None:
+    """A pair of V100 has fewer links between its members than a node of 8; groups beyond the table reach all."""
+    link = load_cluster("v100-sxm-32:8x1").intra_node
+
+    assert link.group_share(2) < link.group_share(4) < link.group_share(8) == 1.0
+    assert link.group_share(3) == link.group_share(4)

@@ -146,7 +146,7 @@ def test_attention_backward_does_five_products_for_two() -> None:
     even = A100.model_copy(
         update={"attention_backward_efficiency": A100.attention_forward_efficiency, "name": "even attention"}
     )
-    shape = (1.0, 32.0, 8192.0, 8192.0, 128.0, True)
+    shape = (1.0, 32.0, 4096.0, 4096.0, 128.0, True)
     forward, backward = (attention_seconds(operator("attention", p, attention=shape), even) for p in PHASES)
 
     assert backward == pytest.approx(2.5 * forward)

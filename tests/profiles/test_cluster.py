@@ -138,9 +138,9 @@ def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, text: str, message
 
 def test_unknown_devices_in_a_file_are_answered_with_the_list(tmp_path: Path) -> None:
     """A file's device, or the one it is like, must be shipped."""
-    with pytest.raises(UnknownName, match="Known: a100-sxm-40"):
+    with pytest.raises(UnknownName, match="Known: a10, a100-pcie-80, a100-sxm-40"):
         load_cluster(written(tmp_path, "{device: h1, devices_per_node: 8, num_nodes: 2}"))
-    with pytest.raises(UnknownName, match="Known: a100-sxm-40"):
+    with pytest.raises(UnknownName, match="Known: a10, a100-pcie-80, a100-sxm-40"):
         load_cluster(written(tmp_path, INLINE.replace("like: h100-sxm-80", "like: nothing")))
 
 
