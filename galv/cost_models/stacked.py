@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import pow
 
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_seconds

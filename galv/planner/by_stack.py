@@ -18,7 +18,7 @@ from galv.errors import UsageError
 from galv.planner.assemble import cluster_of, model_of
 from galv.planner.by_hand import Layout
 from galv.planner.graph import Exclusion, FactsSource, ModelGraph, UnitRef
-from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Training, Unit
+from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Strategy, Training, Unit
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
@@ -48,7 +48,7 @@ class StackLayout:
     zero: int
     recompute: Recompute
     schedule: ScheduleName
-    extras: StackExtras = StackExtras()  # noqa: RUF009  # frozen
+    extras: StackExtras = StackExtras()
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,7 @@ def plan_of(
 ) -> Plan:
     """`layout` under `stack` as a plan."""
     priced = priced_stages(library, cluster, stack, layout, request)
-    stages = tuple(
-        Stage(
-            units=tuple(
-                Unit(name=ref.name, unit_class=ref.unit_class, modules=ref.modules, strategy=cost.strategy)
-                for ref, cost in units
-            )
-        )
-        for units in priced.units
-    )
+    stages = tuple(Stage(units=tuple(_unit(ref, cost.strategy) for ref, cost in units)) for units in priced.units)
     return Plan(
         galv_version=__version__,
         model=model_of(library.graph, None, None),
@@ -202,6 +194,13 @@ def plan_of(
         stages=stages,
         estimate=priced.estimate,
     )
+
+
+def _unit(ref: UnitRef, strategy: Strategy) -> Unit:
+    """The unit under `strategy`; what stands around the blocks is never recomputed."""
+    if ref.name in ("embedding", "head"):
+        strategy = strategy.model_copy(update={"recompute": "none"})
+    return Unit(name=ref.name, unit_class=ref.unit_class, modules=ref.modules, strategy=strategy)
 
 
 def _check(library: WorkLibrary, layout: StackLayout) -> None:

@@ -218,7 +218,7 @@ class Pipeline(Frozen):
 
     degree: Devices = 1
     schedule: ScheduleName = "none"
-    virtual_stages: Literal[1] = 1
+    virtual_stages: int = Field(1, ge=1)
     """No schedule here runs more."""
 
 

@@ -32,6 +32,8 @@ def repeated(values: Iterable[Hashable]) -> Hashable | None:
 
 def _stages(plan: Plan) -> Iterator[str]:
     pipeline = plan.pipeline
+    if pipeline.virtual_stages != 1 and plan.training.stack == "galv":
+        yield f"pipeline: virtual_stages is 1 in plans that galv runs, not {pipeline.virtual_stages}"
     if len(plan.stages) != pipeline.degree * pipeline.virtual_stages:
         yield f"stages: {len(plan.stages)} stages for {pipeline.degree} pipeline ranks"
     if not all(stage.units for stage in plan.stages):
