@@ -342,7 +342,8 @@ def _form(spec: InputSpec) -> tuple[Any, ...]:
 
 
 def _described(spec: InputSpec) -> str:
-    return f"{spec.name} {spec.dtype} {spec.shape}"
+    samples = "the same for all samples" if spec.batch_dim is None else f"samples along dim {spec.batch_dim}"
+    return f"{spec.name} {spec.dtype} {spec.shape} ({samples})"
 
 
 def _fingerprint(model: nn.Module, plan: Plan) -> str | None:

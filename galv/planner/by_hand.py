@@ -14,7 +14,7 @@ from galv.planner.space import Candidate, Request, divisors, listed, setting_for
 from galv.planner.tables import Limits, priced_tables
 from galv.profiles.cluster import ClusterProfile
 
-UNLIMITED_BYTES = 2**62
+UNLIMITED_BYTES = 1e60
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
-This module decides nothing and imports nothing of galv but its layouts and its own printed face. It says what a plan
-*is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor axis, the
-training set-up that the plan was made for, what it was estimated to cost, and the fingerprint of the model it belongs
-to. `planner` writes plans, `runtime` reads them.
+This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
+what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor
+axis, the training set-up that the plan was made for, what it was estimated to cost, and the fingerprint of the model it
+belongs to. `planner` writes plans, `runtime` reads them.
 """
 
 from __future__ import annotations

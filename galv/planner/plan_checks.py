@@ -81,9 +81,10 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def _names_within(unit: Unit, layout: TensorParallelLayout) -> Iterator[str]:
-    for part in (*layout.modules, *layout.local_arguments):
-        if not _is_within(unit, part.module):
-            yield f"layouts: {part.module!r} is no module of unit {unit.name}"
+    named = [module.module for module in layout.modules] + [local.module for local in layout.local_arguments]
+    for name in named:
+        if not _is_within(unit, name):
+            yield f"layouts: {name!r} is no module of unit {unit.name}"
 
 
 def _is_within(unit: Unit, relative: str) -> bool:
@@ -95,15 +96,11 @@ def _is_within(unit: Unit, relative: str) -> bool:
 
 
 def _tied(plan: Plan) -> Iterator[str]:
+    units = list(plan.units())
     for index, group in enumerate(plan.model.tied):
-        holders = {name: [unit for unit in plan.units() if _owns(unit, name)] for name in group}
-        for name, found in holders.items():
-            if not found:
+        for name in group:
+            if not any(_owns(unit, name) for unit in units):
                 yield f"model.tied.{index}: no unit holds {name!r}"
-        # Copies on several stages exchange their gradients shard by shard.
-        ways = {(unit.strategy.zero, unit.strategy.dp_shard) for found in holders.values() for unit in found}
-        if plan.pipeline.degree > 1 and len(ways) > 1:
-            yield f"model.tied.{index}: the units that hold {group[0]!r} have different ZeRO levels"
 
 
 def _owns(unit: Unit, parameter: str) -> bool:

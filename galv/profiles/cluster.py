@@ -25,6 +25,8 @@ An inline device needs a name and a few numbers; all other figures are taken fro
       memory_gib: 24
       tflops: {bf16: 71, fp32: 35.6}   # dense peaks
       memory_gigabytes_per_second: 936
+
+Figures are finite: rates from 1e-6 to 1e9 of their unit, at most 2**20 devices in all.
 """
 
 from __future__ import annotations

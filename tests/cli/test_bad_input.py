@@ -40,6 +40,7 @@ def refused(run_galv: Galv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("h100-sxm-8:8x1", ("unknown device 'h100-sxm-8'", "Did you mean 'h100-sxm-80'?", "a100-sxm-40")),
         ("h100-sxm-80", ("'h100-sxm-80' is no cluster", "h100-sxm-80:8x4")),
         ("cpu:0x1", ("at least 1 device",)),
+        ("cpu:99999999999999999x1", ("at most 1048576 devices",)),
         ("nowhere.yaml", ("nowhere.yaml", "No such file")),
     ],
 )
@@ -85,6 +86,9 @@ def test_a_language_model_without_seq_len(refused: Refused) -> None:
         (("--tp", "4", "--zero", "3"), ("zero 3",)),
         (("--pp", "4", "--micro-batch", "16"), ("global batch 8",)),
         (("--sequence-parallel",), ("tp > 1",)),
+        (("--seq-len", "63", "--tp", "2", "--sequence-parallel"), ("sequence of 63", "--no-sequence-parallel")),
+        (("--seq-len", "99999999999999999999"), ("seq_len", "16777216")),
+        (("--global-batch", "999999999999999999999"), ("global_batch", "1099511627776")),
     ],
 )
 def test_sizes_that_do_not_divide(refused: Refused, words: tuple[str, ...], says: tuple[str, ...]) -> None:
@@ -92,6 +96,14 @@ def test_sizes_that_do_not_divide(refused: Refused, words: tuple[str, ...], says
     message = refused("estimate", LLAMA, *ON_CPU, *words)
 
     assert all(part in message for part in says)
+
+
+def test_a_list_of_degrees_is_short(refused: Refused) -> None:
+    """Of many possible degrees a message names the smallest and the largest."""
+    message = refused("estimate", LLAMA, "--cluster", "cpu:1048576x1", *SIZES, "--tp", "3")
+
+    assert "1, 2, 4, 8" in message and message.rstrip().endswith("..., 524288, 1048576")
+    assert message.count(",") < 15
 
 
 def test_a_budget_that_nothing_fits(refused: Refused, tmp_path: Path) -> None:

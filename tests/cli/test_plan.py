@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -81,16 +82,30 @@ def test_the_written_plan_is_the_plan(run_galv: Galv, fake_api: FakeApi, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate"])
-@pytest.mark.parametrize("target", ["missing/plan.json", "."])
+@pytest.mark.parametrize("target", ["missing/plan.json", ".", "/dev/full", "pipe", "linked-pipe", "circle", "x" * 300])
 def test_an_output_that_cannot_be_is_refused_before_the_search(
     run_galv: Galv, fake_api: FakeApi, tmp_path: Path, command: str, target: str
 ) -> None:
-    """A folder that does not exist, or is the target itself, costs no search."""
+    """A folder that does not exist, or what is there and is no file, costs no search and stays."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "linked-pipe").symlink_to("pipe")
+    (tmp_path / "circle").symlink_to("circle")
     result = run_galv(command, *WORDS, "-o", tmp_path / target)
 
     assert result.status == 2
     assert result.err.startswith("galv: cannot write the plan to ")
     assert fake_api.asked is None
+    assert Path("/dev/full").is_char_device()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_linked_output_stays_a_link(run_galv: Galv, fake_api: FakeApi, tmp_path: Path) -> None:
+    """-o writes what a link leads to."""
+    (tmp_path / "link.json").symlink_to("plan.json")
+
+    assert run_galv("plan", *WORDS, "-o", tmp_path / "link.json").status == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == fake_api.answer
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate"])

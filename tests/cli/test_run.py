@@ -13,7 +13,7 @@ import pytest
 
 from galv.cli import run as run_command
 from galv.cli.launch import Task, check_devices, first_host, launched_by
-from galv.errors import UsageError
+from galv.errors import RunError, UsageError
 from tests.cli.conftest import Galv
 
 REPORT = """
@@ -88,6 +88,8 @@ def test_options_after_the_script_are_the_scripts(
         (("nowhere.py",), "there is no script nowhere.py"),
         (("--steps", "3", __file__), "--steps is for training without SCRIPT"),
         (("--steps", "0"), "--steps"),
+        (("--seed", "-1"), "--seed"),
+        (("--seed", "99999999999999999999"), "9223372036854775807"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(
@@ -102,13 +104,15 @@ def test_a_run_that_cannot_be_is_refused(
 
 # ----------------------------------------------------------------------------------------------- being a rank
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
 
 def test_inside_torchrun_it_is_a_rank(
     run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path, script: Path
 ) -> None:
     """With RANK and WORLD_SIZE set, the process becomes the rank's own program and finds the plan's path."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(plan_file.parent)
 
     with pytest.raises(Became) as became:
@@ -122,8 +126,8 @@ def test_another_world_than_the_plans_is_refused_once(
     run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path, rank: str, message: bool
 ) -> None:
     """Every rank leaves with status 2, and rank 0 alone says why."""
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in (TORCHRUN | {"RANK": rank, "WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
     result = run_galv("run", plan_file)
 
     assert (result.status, bool(result.err)) == (2, message)
@@ -160,6 +164,51 @@ def test_the_users_own_address_wins_over_slurms() -> None:
 
     assert launcher is not None
     assert "MASTER_ADDR" not in launcher.environment
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc'"),
+        ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"RANK": ""}, "RANK is ''"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'"),
+        ({"RANK": "2"}, "RANK must be less than WORLD_SIZE"),
+        ({"RANK": "0", "MASTER_ADDR": ""}, "MASTER_ADDR is not: "),
+        ({"RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not: "),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"RANK": "0", "MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first'"),
+    ],
+)
+def test_a_rank_with_a_wrong_environment_is_refused(
+    run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path, changes: dict[str, str], says: str
+) -> None:
+    """A variable that is missing or is no number is named in one message, status 2."""
+    for name, value in (TORCHRUN | changes).items():
+        monkeypatch.setenv(name, value)
+    result = run_galv("run", plan_file)
+
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("galv: ") and says in result.err
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"])
+def test_slurms_variables_are_checked_too(name: str) -> None:
+    """Of a step of srun, the variable that is no number is named."""
+    with pytest.raises(RunError, match=f"{'LOCAL_RANK' if name == 'SLURM_LOCALID' else name} is 'x'"):
+        launched_by(SRUN | {name: "x"})
+
+
+def test_only_the_first_rank_speaks(
+    run_galv: Galv, no_exec: None, monkeypatch: pytest.MonkeyPatch, plan_file: Path
+) -> None:
+    """A fault that all ranks see is said by rank 0; the others leave with its status."""
+    for name, value in (TORCHRUN | {"MASTER_ADDR": ""}).items():
+        monkeypatch.setenv(name, value)
+    result = run_galv("run", plan_file)
+
+    assert (result.status, result.err) == (2, "")
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_ID", "SLURM_PROCID"])
@@ -212,16 +261,17 @@ def test_a_failed_rank_gives_its_status_and_one_line(plan_file: Path, script: Pa
 
 
 def test_an_interrupt_ends_the_ranks(plan_file: Path, script: Path) -> None:
-    """Ctrl-C stops the ranks and leaves with status 130."""
+    """Ctrl-C, which goes to the whole group of processes, stops the ranks quietly and leaves with status 130."""
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
     command = [sys.executable, "-m", "galv", "run", str(plan_file), str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         ranks = [int(process.stdout.readline()) for _ in range(2)]
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        os.killpg(process.pid, signal.SIGINT)
+        _, complaints = process.communicate(timeout=60)
 
-    assert process.returncode == 130
+    assert (process.returncode, complaints) == (130, "")
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)

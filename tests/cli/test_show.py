@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def _wrong_field(text: str) -> bytes:
     return text.replace('"global_batch": 2', '"global_batch": 3').encode()
 
 
+def _wrong_type(text: str) -> bytes:
+    return text.replace('"global_batch": 2', '"global_batch": "2"').encode()
+
+
+def _no_estimate(text: str) -> bytes:
+    data = json.loads(text)
+    data["estimate"]["stages"] = []
+    return json.dumps(data).encode()
+
+
 @pytest.mark.parametrize("command", ["show", "run"])
 @pytest.mark.parametrize(
     ("spoil", "says"),
@@ -52,6 +63,8 @@ def _wrong_field(text: str) -> bytes:
         (_not_text, "not text"),
         (_not_a_plan, "schema version"),
         (_wrong_field, "global batch 3"),
+        (_wrong_type, "training.global_batch"),
+        (_no_estimate, "estimate.stages: 0 for 1 stages"),
     ],
 )
 def test_a_spoilt_plan_file_is_refused(

@@ -84,6 +84,13 @@ def test_every_option_is_in_the_help(run_galv: Galv) -> None:
         assert [word for word in words if word not in result.out] == []
 
 
+def test_the_help_says_what_an_unset_flag_means(run_galv: Galv) -> None:
+    """--sequence-parallel has neither on nor off for its default."""
+    text = " ".join(run_galv("estimate", "--help").out.split())
+
+    assert "default: where --tp is above 1 and the model allows it" in text
+
+
 def test_galv_alone_shows_its_help(run_galv: Galv) -> None:
     """Without arguments the commands are listed."""
     result = run_galv()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,33 @@ def test_saving_is_whole_or_nothing(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(OSError):
         plan.save(tmp_path / "missing" / "plan.json")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_saving_follows_a_link(plan: Plan, tmp_path: Path) -> None:
+    """What a link leads to is written, there yet or not; the link stays one."""
+    link = tmp_path / "link.json"
+    link.symlink_to("plan.json")
+    for _ in range(2):
+        plan.save(link)
+
+        assert link.is_symlink()
+        assert Plan.from_json((tmp_path / "plan.json").read_text()) == plan
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "plan.json"]
+
+
+def test_saving_replaces_nothing_but_files(plan: Plan, tmp_path: Path) -> None:
+    """A pipe, a device (also behind a link) and a link to itself are refused and stay what they are."""
+    pipe, device, circle = (tmp_path / name for name in ("pipe", "device", "circle"))
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/null")
+    circle.symlink_to("circle")
+    for target in (pipe, device, circle):
+        with pytest.raises(OSError):
+            plan.save(target)
+
+    assert pipe.is_fifo()
+    assert Path("/dev/null").is_char_device()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_plans_are_frozen(plan: Plan) -> None:

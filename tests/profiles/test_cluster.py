@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from galv.errors import ClusterError, UnknownName
-from galv.profiles.cluster import LinkProfile, default_link, load_cluster
+from galv.profiles.cluster import MAX_DEVICES, LinkProfile, default_link, load_cluster
 from galv.profiles.device import device_names, load_device
 
 INLINE = """
@@ -57,6 +57,18 @@ def test_an_empty_cluster_is_refused(spec: str) -> None:
     """A cluster has at least one device."""
     with pytest.raises(ClusterError, match="at least 1 device per node and 1 node"):
         load_cluster(spec)
+
+
+@pytest.mark.parametrize("spec", ["cpu:1048577x1", "cpu:1024x1025", "cpu:99999999999999999x1", f"cpu:1x{'9' * 400}"])
+def test_a_cluster_beyond_the_bound_is_refused(spec: str) -> None:
+    """More devices than any cluster has are named with the bound, at once."""
+    with pytest.raises(ClusterError, match="at most 1048576 devices"):
+        load_cluster(spec)
+
+
+def test_the_largest_cluster_is_one() -> None:
+    """The bound itself can be meant."""
+    assert load_cluster("cpu:1024x1024").num_devices == MAX_DEVICES
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
@@ -124,7 +136,23 @@ def test_an_efficiency_given_alone_moves_the_gathers_too(tmp_path: Path) -> None
         (INLINE.replace("bf16: 100", "int7: 1"), "device: tflops.int7"),
         (INLINE.replace(", fp32: 10", ""), "tflops needs at least fp32; it has bf16"),
         (INLINE.replace("devices_per_link: 2", "devices_per_link: 0"), "links.inter_node.devices_per_link"),
-        (INLINE.replace("24", "0.001"), "context_bytes leaves no memory"),
+        (INLINE.replace("24", "0.001"), "device.memory_gib: 0.001 leaves nothing: h100-sxm-80 needs 2.00 GiB"),
+        (INLINE.replace("24", ".inf"), "device: memory_gib: .*finite"),
+        (INLINE.replace("24", ".nan"), "device: memory_gib: .*finite"),
+        (INLINE.replace("24", "1" + "0" * 400), "device: memory_gib: "),
+        (INLINE.replace("24", "1" + "0" * 5000), "is not YAML: .*digits"),
+        (INLINE.replace("500", ".inf"), "device: memory_gigabytes_per_second: .*finite"),
+        (INLINE.replace("bf16: 100", "bf16: 1.0e+300"), "device: tflops.bf16: .*less than or equal to"),
+        (INLINE.replace("bf16: 100", "bf16: 1.0e-300"), "device: tflops.bf16: .*greater than or equal to"),
+        (INLINE.replace("{bf16: 100, fp32: 10}", ""), "device: tflops: Input should be keys with values"),
+        (INLINE.replace("31", ".inf"), "links.intra_node.gigabytes_per_second: .*finite"),
+        (INLINE.replace("31", "1.0e-300"), "links.intra_node.gigabytes_per_second: .*greater than or equal to"),
+        (INLINE.replace("microseconds: 8", "microseconds: .inf"), "links.intra_node.latency_microseconds: .*finite"),
+        (INLINE.replace("0.425", "1.0e-300"), "links.inter_node.efficiency: .*greater than or equal to"),
+        (INLINE.split("links")[0] + "links:", r"links: Input should be keys with values$"),
+        (INLINE.split("links")[0] + "links: {inter_node: }", r"links.inter_node: Input should be keys with values$"),
+        (INLINE.replace("num_nodes: 3", "num_nodes: 1048576"), "at most 1048576 devices"),
+        (INLINE.replace("num_nodes: 3", "num_nodes: 2024-99-99"), "is not YAML"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_place(tmp_path: Path, text: str, message: str) -> None:

@@ -80,7 +80,7 @@ def capture(
         source=TracedFacts(found.skeleton, source, dtype, places),
         edges=edges,
         no_pipeline=no_pipeline,
-        notes=tuple(_notes(found, stand_ins)),
+        notes=tuple(_notes(model, found, stand_ins)),
     )
 
 
@@ -101,7 +101,17 @@ def _flow(problem: Problem, found: Arrangement, units: Sequence[UnitRef]) -> tup
     return edges_of(positions, FEW), why_no_pipeline(glue.graph, owners, [unit.name for unit in units])
 
 
-def _notes(found: Arrangement, stand_ins: Iterable[str]) -> Iterable[str]:
+def _notes(model: nn.Module, found: Arrangement, stand_ins: Iterable[str]) -> Iterable[str]:
+    if not found.run.has_loss:
+        yield (
+            "the model returns no loss, so its loss is not in the estimate; a script of yours can train it, "
+            "`galv run` without one and pipelines cannot"
+        )
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        yield (
+            "BatchNorm normalizes over one microbatch on one rank, so training differs from that of one device on the "
+            "whole batch"
+        )
     for name in stand_ins:
         yield (
             f"{name} is opaque: it is one unit that every rank holds whole, and its FLOPs and bytes are those of one "

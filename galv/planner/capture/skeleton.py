@@ -80,6 +80,8 @@ class SkeletonRun:
     """Stretches with operators that take a parameter, by its storage."""
     module_calls: dict[str, tuple[int, ModuleCall]] = field(default_factory=dict)
     """(stretch, first call) of each watched module."""
+    has_loss: bool = False
+    """Whether the model returns a scalar to differentiate."""
 
 
 class Skeleton:
@@ -127,6 +129,9 @@ class Skeleton:
             local = emulation.installed() if emulation else nullcontext()
             with run.stubs(), local, run.watching(), recorder.forward():
                 results = differentiable(self._call(inputs, run))
+            if not (results or stops_at_block):
+                raise ModelError(_without_gradient(self.model))
+            run.result.has_loss = len(results) == 1 and results[0].ndim == 0
             parameters = self._parameters()
             run.backward(run.end or results, emulation.parameters(parameters) if emulation else parameters)
         return run.result
@@ -382,6 +387,15 @@ def _around(skeleton: Skeleton) -> list[Named]:
     blocks = {name for name, _ in skeleton.blocks}
     named = skeleton.model.named_modules()
     return [(name, m) for name, m in named if name and name not in blocks and not name.startswith(inside or ("\0",))]
+
+
+def _without_gradient(model: nn.Module) -> str:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return f"{type(model).__name__} has no trainable parameters, so there is nothing to plan"
+    return (
+        f"nothing that {type(model).__name__} returns has a gradient; it must return its loss (or outputs) attached to "
+        "its parameters, not detached or computed under torch.no_grad()"
+    )
 
 
 def detached(value: Any) -> Any:

@@ -305,7 +305,7 @@ def test_an_unused_module_is_noted() -> None:
     """A trainable module that the forward never calls is held by some unit, and a note says so."""
     graph = captured(Unused, torch.zeros(4, 8))
     assert "spare" in {name for unit in graph.units for name in unit.modules}
-    assert "never uses spare" in graph.notes[0]
+    assert any("never uses spare" in note for note in graph.notes)
 
 
 def test_models_that_cannot_be_followed_are_refused() -> None:
