@@ -9,7 +9,9 @@ import galv
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMAND = "$ galv plan configs/models/llama-3-8b.json --cluster h100-sxm-80:8x1 --seq-len 8192 --global-batch 64 -o plan.json"
+COMMAND = (
+    "$ galv plan configs/models/llama-3-8b.json --cluster h100-sxm-80:8x1 --seq-len 8192 --global-batch 64 -o plan.json"
+)
 
 
 def shown_plan() -> str:

@@ -36,7 +36,8 @@ def smooth_max(a: float, b: float) -> float:
     largest = max(a, b)
     if largest <= 0:
         return 0.0
-    return largest * pow(pow(a / largest, SMOOTH) + pow(b / largest, SMOOTH), 1 / SMOOTH)
+    ratio: float = ((a / largest) ** SMOOTH + (b / largest) ** SMOOTH) ** (1 / SMOOTH)
+    return largest * ratio
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Strategy(Frozen):
     zero: int = Field(0, ge=0, le=3)
     """0 nothing sharded, 1 optimizer state, 2 gradients too, 3 parameters too; sharded over `dp_shard`."""
     recompute: Recompute = "none"
-    cp: int = Field(1, ge=1)
+    cp: Devices = 1
     """Context-parallel degree, estimated for other software only."""
 
     @property
@@ -209,7 +209,7 @@ class Training(Frozen):
     num_microbatches: Samples
     precision: Precision
     optimizer: OptimizerName
-    stack: str = "galv"
+    stack: Name = "galv"
     """The software that the estimate is for."""
 
 
@@ -218,7 +218,7 @@ class Pipeline(Frozen):
 
     degree: Devices = 1
     schedule: ScheduleName = "none"
-    virtual_stages: int = Field(1, ge=1)
+    virtual_stages: Devices = 1
     """No schedule here runs more."""
 
 
@@ -302,10 +302,10 @@ class StageEstimate(Frozen):
     """In the order of the stage's units."""
     num_in_flight: Count = 1
     """Microbatches whose activations are alive at the peak."""
-    forward_seconds: float = 0.0
+    forward_seconds: Figure = 0.0
     """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
-    backward_seconds: float = 0.0
-    step_seconds: float = 0.0
+    backward_seconds: Figure = 0.0
+    step_seconds: Figure = 0.0
 
 
 class Estimate(Frozen):
@@ -325,7 +325,7 @@ class Estimate(Frozen):
     breakdown: TimeBreakdown
     """The mean over all devices."""
     stages: tuple[StageEstimate, ...]
-    transfer_seconds: float = 0.0
+    transfer_seconds: Figure = 0.0
 
 
 class Alternative(Frozen):
@@ -375,6 +375,10 @@ class Plan(Frozen):
     def units(self) -> Iterator[Unit]:
         """Every unit, in the order of the model."""
         return (unit for stage in self.stages for unit in stage.units)
+
+    def units_of_rank(self, rank: int) -> tuple[Unit, ...]:
+        """The units of one pipeline rank, those of all its chunks where stages are interleaved."""
+        return tuple(unit for stage in self.stages[rank :: self.pipeline.degree] for unit in stage.units)
 
     @property
     def num_devices(self) -> int:

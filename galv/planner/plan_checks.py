@@ -33,7 +33,7 @@ def repeated(values: Iterable[Hashable]) -> Hashable | None:
 def _stages(plan: Plan) -> Iterator[str]:
     pipeline = plan.pipeline
     if pipeline.virtual_stages != 1 and plan.training.stack == "galv":
-        yield f"pipeline: virtual_stages is 1 in plans that galv runs, not {pipeline.virtual_stages}"
+        yield f"pipeline.virtual_stages: plans that galv runs have 1, not {pipeline.virtual_stages}"
     if len(plan.stages) != pipeline.degree * pipeline.virtual_stages:
         yield f"stages: {len(plan.stages)} stages for {pipeline.degree} pipeline ranks"
     if not all(stage.units for stage in plan.stages):
@@ -110,10 +110,12 @@ def _owns(unit: Unit, parameter: str) -> bool:
 
 
 def _estimate(plan: Plan) -> Iterator[str]:
-    estimate, num_stages = plan.estimate, len(plan.stages)
-    for name, found in (("peak_bytes", len(estimate.peak_bytes)), ("stages", len(estimate.stages))):
-        if found != num_stages:
-            yield f"estimate.{name}: {found} for {num_stages} stages"
-    for index, (stage, priced) in enumerate(zip(plan.stages, estimate.stages, strict=False)):
-        if len(stage.units) != len(priced.units):
-            yield f"estimate.stages.{index}.units: {len(priced.units)} for {len(stage.units)} units"
+    # Of interleaved chunks each device holds several; the estimate is of devices.
+    degree = plan.pipeline.degree
+    for name, found in (("peak_bytes", len(plan.estimate.peak_bytes)), ("stages", len(plan.estimate.stages))):
+        if found != degree:
+            yield f"estimate.{name}: {found} for {degree} stages"
+    for index, priced in enumerate(plan.estimate.stages[:degree]):
+        num_units = len(plan.units_of_rank(index))
+        if num_units != len(priced.units):
+            yield f"estimate.stages.{index}.units: {len(priced.units)} for {num_units} units"

@@ -88,8 +88,8 @@ def _setup(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [_HEADINGS]
-    for index, (stage, estimate) in enumerate(zip(plan.stages, plan.estimate.stages, strict=True)):
-        rows += _stage_rows(index, stage.units, estimate, plan.cluster.memory_budget_bytes)
+    for index, estimate in enumerate(plan.estimate.stages):
+        rows += _stage_rows(index, plan.units_of_rank(index), estimate, plan.cluster.memory_budget_bytes)
     return f"{_table(rows, right=(3, 4, 5, 6))}\n({_LEGEND})"
 
 
