@@ -30,8 +30,9 @@ check: $(READY) ## format, lint, types, layers and tests: what CI runs
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
-bench: $(READY) ## run the benchmarks
-	@set -e; for script in $(wildcard benchmarks/*.py); do echo "$$script"; $(BIN)/python "$$script"; done
+bench: $(READY) ## run the benchmarks; DATA=DIR also prices the published runs in DIR
+	$(BIN)/python benchmarks/capture.py
+	$(if $(DATA),$(BIN)/python benchmarks/published.py --data $(DATA),@echo "published runs: make bench DATA=DIR")
 
 format: $(READY) ## put the code in its one form
 	$(BIN)/ruff format

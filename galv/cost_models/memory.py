@@ -110,14 +110,6 @@ def gradient_window_bytes(trainable: Iterable[float], precision: Precision, *, d
     return ceil(largest) * (COMPUTE_BYTES[precision] + FP32_BYTES)
 
 
-def optimizer_temporary_bytes(num_parameters: float, optimizer: OptimizerName) -> int:
-    """What the update of `num_parameters` local masters allocates for a moment, when no activation is alive.
-
-    torch.optim.AdamW with `foreach` forms the root of all second moments at once (4 bytes each).
-    """
-    return FP32_BYTES * ceil(num_parameters) if optimizer == "adamw" else 0
-
-
 # ----------------------------------------------------------------------------------------------- not the model's
 
 

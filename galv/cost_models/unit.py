@@ -12,7 +12,14 @@ from functools import cached_property
 
 from galv.cost_models.communication import collective_seconds, mesh_group, p2p_seconds
 from galv.cost_models.compute import clip_seconds, optimizer_seconds, phase_seconds, unit_seconds
-from galv.cost_models.memory import FP32_BYTES, ModelStates, gathered_bytes, gradient_window_bytes, model_states
+from galv.cost_models.memory import (
+    FP32_BYTES,
+    ModelStates,
+    gather_window_bytes,
+    gathered_bytes,
+    gradient_window_bytes,
+    model_states,
+)
 from galv.planner.graph import Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
@@ -310,7 +317,8 @@ class _ClassPricer:
         kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
         rebuilt = max(facts.saved_bytes - kept, 0.0)
         activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
-        gathered = 2 * gathered_bytes(parameters, setting.precision) if zero == 3 else 0
+        each = gathered_bytes(parameters, setting.precision)
+        gathered = gather_window_bytes([each, each]) if zero == 3 else 0
         return activations + gathered + gradient_window_bytes([parameters], setting.precision, dp=setting.dp, ddp=ddp)
 
 

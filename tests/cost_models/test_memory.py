@@ -26,7 +26,6 @@ from galv.cost_models.memory import (
     gathered_bytes,
     gradient_window_bytes,
     model_states,
-    optimizer_temporary_bytes,
     reserved_bytes,
     usable_bytes,
 )
@@ -126,12 +125,6 @@ def test_the_two_largest_units_are_gathered_at_once() -> None:
     assert gather_window_bytes([10, 40, 30]) == 70
     assert gather_window_bytes([40]) == 40
     assert gather_window_bytes([]) == 0
-
-
-def test_optimizers_need_room_for_a_moment() -> None:
-    """AdamW forms one temporary a parameter, SGD none."""
-    assert optimizer_temporary_bytes(1000, "adamw") == 4000
-    assert optimizer_temporary_bytes(1000, "sgd") == 0
 
 
 @given(st.integers(2**32, 2**40), st.sampled_from(["h100-sxm-80", "cpu"]))
