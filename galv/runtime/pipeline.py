@@ -156,7 +156,7 @@ class _Cut:
         value, layout = node.meta["val"], self._layout(node)
         assert isinstance(value, Tensor), f"{node.name} crosses a stage border but is no single tensor"
         if layout.dim is not None:
-            tp = next(unit.strategy.tp for unit in self.owners.values())
+            tp = max(unit.strategy.tp for unit in self.owners.values())
             value = value.narrow(layout.dim, 0, value.shape[layout.dim] // tp)
         meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return Crossing(node.name, meta, node.meta["grad"], layout)

@@ -39,17 +39,17 @@ class Replicas:
         """What the model returns for this rank's samples."""
         if self._ddp is None:
             output = self._model(*args, **kwargs)
-            if not torch.is_grad_enabled():
+            trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            if not trained or not torch.is_grad_enabled():
                 return output
             # DDP takes the forward that there is for its own: backward comes after it in any case.
-            self._ddp = self._replicated(output)
+            self._ddp = self._replicated(_reaches(output, trained), trained[0].device)
             self._model.computed = (output,)
         self._ddp.require_backward_grad_sync = self.reduces
         return self._ddp(*args, **kwargs)
 
-    def _replicated(self, output: Any) -> DistributedDataParallel:
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        missing = torch.tensor(not _reaches(output, trained), dtype=torch.int32, device=trained[0].device)
+    def _replicated(self, reaches_all: bool, device: torch.device) -> DistributedDataParallel:
+        missing = torch.tensor(not reaches_all, dtype=torch.int32, device=device)
         dist.all_reduce(missing, dist.ReduceOp.MAX, group=self._group)
         ddp = DistributedDataParallel(
             self._model,
@@ -58,7 +58,7 @@ class Replicas:
             init_sync=False,
             find_unused_parameters=bool(missing),
         )
-        # Buffers are computed alike on every rank. (The constructor's argument for this changed its name in torch 2.13.)
+        # Buffers are computed alike on every rank. (The constructor's argument for this is renamed in torch 2.13.)
         ddp.broadcast_buffers = False
         return ddp
 

@@ -60,9 +60,11 @@ class PipelineRunner:
 
         `batch` has this data-parallel group's samples for all microbatches, which are cut from it in order; every
         stage is given the same. `weights` is float32 (num_microbatches,), see `loss.microbatch_weights`. Raises
-        UsageError for inputs that the stage needs and the batch lacks, or sizes that do not divide.
+        UsageError, on every stage, for inputs that the batch lacks, or sizes that do not divide.
         """
-        inputs: dict[str, Any] = {name: self._checked(batch, name) for name in self._stage.input_names}
+        # All inputs on all stages: a stage that went on alone would wait for the others.
+        checked = {name: self._checked(batch, name) for name in self._batch_dims}
+        inputs: dict[str, Any] = {name: checked[name] for name in self._stage.input_names}
         gradients_before = self._ties.detach_gradients()
         losses: list[Tensor] = []
         target = weights if self._stage.is_last else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import fx, nn
 
 from galv.errors import GalvError, ModelError, RunError, UnknownName, UsageError
 from galv.planner.plan import Plan
@@ -27,6 +27,26 @@ def plan_with(plan: Plan, **training: Any) -> Plan:
 
 def _wrong_world() -> None:
     parallelize(MODELS["llama"](), hand_made_plan(MODELS["llama"](), strategy(dp=4)))
+
+
+def _never() -> fx.GraphModule:
+    raise AssertionError("traced for a plan that cannot run")
+
+
+def _wrong_world_of_a_pipeline() -> None:
+    model = MODELS["llama"]()
+    plan = hand_made_plan(model, strategy(dp=2), stages=(2, 3), schedule="gpipe")
+    parallelize(model, plan, glue=_never)
+
+
+def _other_model_of_a_pipeline() -> None:
+    plan = hand_made_plan(MODELS["llama"](), strategy(), stages=(2, 3), schedule="gpipe")
+    parallelize(MODELS["gpt2"](), plan, glue=_never)
+
+
+def _unknown_targets() -> None:
+    model = MODELS["llama"]()
+    parallelize(model, hand_made_plan(model, strategy(dp=2)), targets="lables")
 
 
 def _other_model() -> None:
@@ -76,6 +96,9 @@ def _pipeline_without_glue() -> None:
 
 REFUSALS: list[tuple[Callable[[], None], type[GalvError], str]] = [
     (_wrong_world, RunError, "plan is for 4 devices .*this run has 2 ranks"),
+    (_wrong_world_of_a_pipeline, RunError, "plan is for 4 devices .*this run has 2 ranks"),
+    (_other_model_of_a_pipeline, ModelError, "'model.embed_tokens', which this one has not"),
+    (_unknown_targets, UnknownName, "Did you mean 'labels'"),
     (_other_model, ModelError, "'model.embed_tokens', which this one has not"),
     (_deeper_model, ModelError, "made for another model than this Sequential"),
     (_other_fingerprint, ModelError, "this one has of another"),

@@ -288,7 +288,7 @@ def test_bad_batches_are_refused(pool: Pool) -> None:
     """A missing input and a number of samples that does not divide are named."""
     _, (missing, uneven) = pool.run(refuse_bad_batches_on_the_last_stage, 2)
     assert missing == "the batch has no 'labels', which the model was planned with; it has input_ids"
-    assert uneven == "3 samples of 'labels' cannot be cut into 2 equal microbatches"
+    assert uneven == "3 samples of 'input_ids' cannot be cut into 2 equal microbatches"
 
 
 # ----------------------------------------------------------------------------------------------- losses

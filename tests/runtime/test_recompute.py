@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -80,6 +82,67 @@ def test_gradients_are_the_same_with_dropout(recompute: Recompute) -> None:
     _, _, found = run(recompute)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Counted(nn.Module):
+    """A block whose output depends on how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("runs", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bent more each time."""
+        self.runs += 1
+        self.seen = self.seen + x.detach().mean(0)
+        return torch.tanh(self.inner(x) * self.runs.clone() + self.seen)
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "statistics": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8)),
+    "average": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.GELU()),
+    "counter": Counted,
+    "power iteration": lambda: nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.GELU(), nn.Linear(8, 8)),
+}
+
+
+def trained(kind: str, recompute: Recompute) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Buffers and gradients after two forwards at once and their backwards, as a pipeline does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(BLOCKS[kind]())
+    apply_recompute(model, "0", recompute)
+    losses = [model(torch.randn(6, 8)).square().sum() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    gradients = {original_name(name): p.grad for name, p in model.named_parameters()}
+    return {original_name(name): b.clone() for name, b in model.named_buffers()}, gradients
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_recomputing_changes_no_buffer(kind: str, recompute: Recompute) -> None:
+    """Statistics, counters and the like move once a forward, and what is recomputed sees what the forward saw."""
+    buffers, gradients = trained(kind, "none")
+    again, same_gradients = trained(kind, recompute)
+
+    assert buffers
+    torch.testing.assert_close(again, buffers, rtol=0, atol=0)
+    torch.testing.assert_close(same_gradients, gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_a_second_backward_recomputes_alike() -> None:
+    """A graph that is kept gives the same gradients once more, and buffers stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Counted())
+    apply_recompute(model, "0", "full")
+    loss = model(torch.randn(6, 8)).square().sum()
+    weight = next(model.parameters())
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+
+    assert torch.equal(first, second)
+    assert float(dict(model.named_buffers())["0._checkpoint_wrapped_module.runs"]) == 1
 
 
 def test_none_changes_nothing() -> None:

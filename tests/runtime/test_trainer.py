@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from galv.errors import ModelError, RunError
+from galv.errors import ModelError, RunError, UsageError
 from galv.planner.capture.glue import glue_for
 from galv.planner.plan import InputSpec, Plan, Precision, Strategy
 from galv.runtime.loss import Targets, loss_of, valid_count
@@ -137,6 +137,21 @@ def test_targets_are_counted_as_the_model_counts_them() -> None:
     assert Targets(shifted=False).count({"x": torch.zeros(3, 4), "labels": torch.zeros(3)}) == 3
 
 
+def test_targets_are_found_by_name_and_type() -> None:
+    """The first usual name with integers, unless the user names one; until then other integers are under suspicion."""
+    integers, floats = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
+    batch = {"tokens": integers, "label": floats, "targets": integers, "weight": floats, "scale": 2.0}
+
+    assert Targets(shifted=False).counted(batch) == "targets"
+    assert Targets(shifted=False).others(batch) == ["tokens"]
+    assert Targets(shifted=False, name="tokens").counted(batch) == "tokens"
+    assert Targets(shifted=False, name="tokens").others(batch) == []
+    assert Targets(shifted=False, name="label").counted(batch) is None
+    assert Targets(shifted=False).count({"scale": 2.0, "x": floats}) == 2
+    with pytest.raises(UsageError, match="no 'labels', which was named as targets; it has tokens, label"):
+        Targets(shifted=False, name="labels").count(batch)
+
+
 def test_the_mean_over_counted_targets_is_the_models_loss() -> None:
     """Weighting halves of a batch by `valid_count` gives the loss of the whole batch."""
     model = MODELS["llama"]()
@@ -157,5 +172,11 @@ def test_losses_are_found_or_missed_clearly() -> None:
     assert loss_of(MODELS["llama"]()(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.ones(1, 4).long())) > 0
     with pytest.raises(ModelError, match=r"a tensor of shape \(2,\), which is no loss"):
         loss_of(torch.zeros(2))
-    with pytest.raises(ModelError, match="returned dict"):
+    with pytest.raises(ModelError, match="returned a dict with logits, which is no loss"):
         loss_of({"logits": scalar})
+    with pytest.raises(ModelError, match="returned a tuple of 2, which is no loss"):
+        loss_of((scalar, scalar))
+    with pytest.raises(ModelError, match=r"returned a dict with loss whose loss is a tensor of shape \(3,\), which"):
+        loss_of({"loss": torch.zeros(3)})
+    with pytest.raises(ModelError, match="returned a CausalLMOutputWithPast with logits, which is no loss"):
+        loss_of(MODELS["llama"]()(input_ids=torch.zeros(1, 4, dtype=torch.long)))
