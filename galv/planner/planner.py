@@ -16,7 +16,7 @@ from galv.cost_models.memory import reserved_bytes
 from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
-from galv.planner.graph import Exclusion
+from galv.planner.graph import Exclusion, ModelGraph
 from galv.planner.plan import SearchReport, SequenceMode
 from galv.planner.plan_table import gib, gib_enough
 from galv.planner.reporter import Reporter
@@ -109,6 +109,16 @@ def exclusion(shared: FactsPricer, tp: int, sequence: SequenceMode) -> str | Non
         layout = shared.layout(name, tp, sequence)
         if isinstance(layout, Exclusion):
             return f"tp {tp}: {name}: {layout.reason}"
+    return _skip(shared.graph) if sequence == "megatron" else None
+
+
+def _skip(graph: ModelGraph) -> str | None:
+    """Why activations cannot be sequence-sharded between units: one goes past its neighbour, where it must be whole."""
+    for edge in graph.edges:
+        far = [consumer for consumer in edge.consumers if consumer > edge.producer + 1]
+        if far:
+            names = graph.units[edge.producer].name, graph.units[far[0]].name
+            return f"sequence sharding: {names[0]} also feeds {names[1]}, past its neighbour"
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import assemble
 from galv.planner.by_hand import Layout, priced_by_hand
-from galv.planner.graph import ModelGraph
+from galv.planner.graph import Edge, ModelGraph
 from galv.planner.habits import alternatives
 from galv.planner.plan import Plan
 from galv.planner.planner import best_plan
@@ -150,6 +152,16 @@ def test_tensor_degrees_that_the_heads_refuse_are_left_out() -> None:
 
     with pytest.raises(UsageError, match="6 heads do not divide by 4"):
         by_hand(graph, "h100-sxm-80:8x1", request(), tp=4)
+
+
+def test_skips_are_not_sequence_sharded() -> None:
+    """Where an activation goes past its neighbour, tensor parallelism keeps activations whole and says why."""
+    skipping = replace(decoder(), edges=(Edge(1, (2, 4), 1024.0),))
+
+    layouts = {u.strategy.sequence for u in by_hand(skipping, "h100-sxm-80:8x1", request(), tp=2).units()}
+    assert layouts == {"none"}
+    with pytest.raises(UsageError, match=r"layers.0 also feeds layers.3, past its neighbour"):
+        by_hand(skipping, "h100-sxm-80:8x1", request(), tp=2, sequence="megatron")
 
 
 def test_time_parts_sum_to_the_step_and_bytes_to_the_peak() -> None:
