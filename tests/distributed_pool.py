@@ -81,11 +81,10 @@ class Pool:
             self._workers.append((process, here))
 
     def _collect(self, world_size: int, timeout_seconds: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """Each rank's result and each failed rank's traceback; restarts the pool if some rank gave no answer."""
+        """Each rank's result and each failed rank's traceback; the pool starts over after a failure."""
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        lost = False
         deadline = time.monotonic() + timeout_seconds
         while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
             for connection in ready:
@@ -93,13 +92,14 @@ class Pool:
                 try:
                     worked, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    lost, worked, value = True, False, "the process died"
+                    worked, value = False, "the process died"
                 (results if worked else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for rank in waiting.values():
             errors[rank] = f"no answer (limit {timeout_seconds:g} s, or {GRACE_SECONDS:g} s after another rank failed)"
-        if lost or waiting:
+        if errors:
+            # Also after an exception: connections that a rank left half open have made the next group fail to connect.
             self.close()
         return results, errors
 
