@@ -19,7 +19,7 @@ from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_sec
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.unit import Setting, UnitCost, exposed_seconds
 from galv.cost_models.work import PhaseWork, UnitWork, unit_work
-from galv.planner.graph import Exclusion, ModelGraph, Operator, UnitFacts
+from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, UnitFacts
 from galv.planner.plan import Recompute, SequenceMode, Strategy, TensorParallelLayout
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
@@ -347,13 +347,13 @@ class StackPricer:
         open_to = self.stack.gradient_overlap * compute
         return exposed_seconds(open_to, communication, self.device.overlap_slowdown)
 
-    def _bucketed(self, kind: str, num_bytes: float) -> float:
+    def _bucketed(self, kind: CollectiveKind, num_bytes: float) -> float:
         """Seconds of one unit's bytes, in calls of the bucket's size."""
         bucket = self.stack.bucket_bytes
         return num_bytes / bucket * self._over_data(kind, bucket)
 
-    def _over_data(self, kind: str, num_bytes: float) -> float:
-        return collective_seconds(kind, num_bytes, self.data_group, self.cluster)  # type: ignore[arg-type]
+    def _over_data(self, kind: CollectiveKind, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, self.data_group, self.cluster)
 
     def tied_seconds(self, parameters: float) -> float:
         """Seconds to add the gradients of a table that the first and the last stage both hold."""

@@ -20,7 +20,7 @@ from galv.cost_models.memory import (
     gradient_window_bytes,
     model_states,
 )
-from galv.planner.graph import Exclusion, ModelGraph, Operator, Phase, UnitFacts
+from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
     Precision,
@@ -287,8 +287,8 @@ class _ClassPricer:
             return _DataParallel(step=exposed(forward, gather), backward=exposed(backward, scatter))
         return _DataParallel(forward=exposed(forward, gather), backward=exposed(backward, gather + scatter))
 
-    def _over_data(self, kind: str, num_bytes: float) -> float:
-        return collective_seconds(kind, num_bytes, self.pricer.data_group, self.pricer.cluster)  # type: ignore[arg-type]
+    def _over_data(self, kind: CollectiveKind, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, self.pricer.data_group, self.pricer.cluster)
 
     # -- memory
 
@@ -305,16 +305,21 @@ class _ClassPricer:
             ddp=ddp,
         )
 
+    def _kept_bytes(self, recompute: Recompute) -> float:
+        """What recomputation leaves alive from forward to backward, the unit's input not counted."""
+        facts = self.facts
+        return {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
+
     def _activation_bytes(self, recompute: Recompute) -> float:
         facts = self.facts
-        kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
+        kept = self._kept_bytes(recompute)
         given = facts.input_bytes if recompute != "none" or facts.input_is_saved else 0.0
         return given + min(kept, facts.saved_bytes)
 
     def _working_bytes(self, zero: int, recompute: Recompute, parameters: float, ddp: bool) -> float:
         """Alive while this unit runs: recomputed activations, gradients on their way, gathered parameters."""
         facts, setting = self.facts, self.pricer.setting
-        kept = {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
+        kept = self._kept_bytes(recompute)
         rebuilt = max(facts.saved_bytes - kept, 0.0)
         activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
         each = gathered_bytes(parameters, setting.precision)
