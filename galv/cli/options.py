@@ -11,7 +11,7 @@ import typer
 Precision = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
 
 Model = Annotated[
     str,

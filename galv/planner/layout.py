@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-SequenceMode = Literal["none", "megatron"]
+SequenceMode = Literal["none", "megatron", "ulysses", "ring"]
 
 
 class Frozen(BaseModel):

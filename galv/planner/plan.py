@@ -37,7 +37,8 @@ MAX_DEVICES: Final = 2**20
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd"]
-ScheduleName = Literal["none", "gpipe", "1f1b"]
+ScheduleName = Literal["none", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
+Offload = Literal["activations", "optimizer", "parameters"]
 DtypeName = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
@@ -60,18 +61,27 @@ Duration = Annotated[float, Field(gt=1e-60, le=1e60, allow_inf_nan=False)]
 
 
 class Strategy(Frozen):
-    """How one unit runs on the devices of its stage: `tp * dp_shard * dp_replicate` is their number."""
+    """How one unit runs on the devices of its stage: `tp * cp * dp_shard * dp_replicate` is their number.
+
+    Ranks of a stage count through the tensor axis first, then the context axis, then the shard and the replicate axis.
+    """
 
     tp: int = Field(1, ge=1)
     sequence: SequenceMode = "none"
-    """`megatron`: activations between tensor-parallel regions are sharded along the sequence over the tensor axis."""
+    """How activations are sharded along the sequence. `megatron`: over the tensor axis, between tensor-parallel
+    regions. `ulysses` and `ring`: over a context axis of `cp` ranks, throughout the unit; attention exchanges heads
+    for sequence (all-to-all), or keys and values around a ring."""
     dp_shard: int = Field(1, ge=1)
     dp_replicate: int = Field(1, ge=1)
     zero: int = Field(0, ge=0, le=3)
     """0 nothing sharded, 1 optimizer state, 2 gradients too, 3 parameters too; sharded over `dp_shard`."""
     recompute: Recompute = "none"
     cp: Devices = 1
-    """Context-parallel degree, estimated for other software only."""
+    """Context-parallel degree."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel degree: experts are shared out over that many neighbouring data-parallel ranks."""
+    offload: tuple[Offload, ...] = ()
+    """What lies in the host's memory while it is not used; sorted."""
 
     @property
     def dp(self) -> int:
@@ -87,14 +97,26 @@ class Strategy(Frozen):
             raise ValueError(f"zero 0 shards nothing, yet dp_shard is {self.dp_shard}")
         if self.sequence == "megatron" and self.tp == 1:
             raise ValueError("sequence sharding 'megatron' needs tp > 1")
+        if self.sequence in ("ulysses", "ring") and self.cp == 1:
+            raise ValueError(f"sequence sharding {self.sequence!r} needs cp > 1")
+        if self.dp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the {self.dp} data-parallel ranks")
+        if tuple(sorted(set(self.offload))) != self.offload:
+            raise ValueError(f"offload must be sorted and name each thing once, not {self.offload}")
         return self
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}" + ("+seq" if self.sequence == "megatron" else "")] if self.tp > 1 else []
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}" + (f" {self.sequence}" if self.sequence in ("ulysses", "ring") else ""))
         if self.dp > 1:
-            parts.append(f"dp{self.dp}" + (f" zero{self.zero}" if self.zero else ""))
+            groups = f"{self.dp_replicate}x{self.dp_shard}" if self.zero and self.dp_replicate > 1 else f"{self.dp}"
+            parts.append(f"dp{groups}" + (f" zero{self.zero}" if self.zero else ""))
+        if self.ep > 1:
+            parts.append(f"ep{self.ep}")
         if self.recompute != "none":
             parts.append(f"{self.recompute} recompute")
+        parts += [f"{what} offloaded" for what in self.offload]
         return " ".join(parts) or "undivided"
 
 
@@ -219,7 +241,15 @@ class Pipeline(Frozen):
     degree: Devices = 1
     schedule: ScheduleName = "none"
     virtual_stages: Devices = 1
-    """No schedule here runs more."""
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Positions among the plan's stages of the chunks that a pipeline rank holds, ascending.
+
+        Chunks go round the ranks; under `zbv` they turn at the last rank and come back.
+        """
+        if self.schedule == "zbv":
+            return rank, 2 * self.degree - 1 - rank
+        return tuple(range(rank, self.degree * self.virtual_stages, self.degree))
 
 
 class Cluster(Frozen):
@@ -378,7 +408,7 @@ class Plan(Frozen):
 
     def units_of_rank(self, rank: int) -> tuple[Unit, ...]:
         """The units of one pipeline rank, those of all its chunks where stages are interleaved."""
-        return tuple(unit for stage in self.stages[rank :: self.pipeline.degree] for unit in stage.units)
+        return tuple(unit for i in self.pipeline.stages_of_rank(rank) for unit in self.stages[i].units)
 
     @property
     def num_devices(self) -> int:

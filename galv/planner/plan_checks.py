@@ -32,7 +32,10 @@ def repeated(values: Iterable[Hashable]) -> Hashable | None:
 
 def _stages(plan: Plan) -> Iterator[str]:
     pipeline = plan.pipeline
-    if pipeline.virtual_stages != 1 and plan.training.stack == "galv":
+    runs = plan.training.stack == "galv"
+    if runs and pipeline.schedule in ("interleaved", "zb-h1", "zbv"):
+        yield f"pipeline.schedule: galv does not run {pipeline.schedule!r}"
+    if pipeline.virtual_stages != 1 and runs:
         yield f"pipeline.virtual_stages: plans that galv runs have 1, not {pipeline.virtual_stages}"
     if len(plan.stages) != pipeline.degree * pipeline.virtual_stages:
         yield f"stages: {len(plan.stages)} stages for {pipeline.degree} pipeline ranks"
@@ -55,8 +58,23 @@ def _units(plan: Plan) -> Iterator[str]:
         strategy = unit.strategy
         if strategy.num_devices * plan.pipeline.degree != plan.num_devices:
             yield f"unit {unit.name}: {strategy} covers {strategy.num_devices} devices of {per_stage}"
+        if plan.training.stack == "galv":
+            yield from _not_run(unit)
         if strategy.tp != first.tp:
             yield f"unit {unit.name}: tp {strategy.tp} beside units with tp {first.tp}; all units share one degree"
+
+
+def _not_run(unit: Unit) -> Iterator[str]:
+    """What of a unit's strategy the runtime cannot run."""
+    strategy = unit.strategy
+    if strategy.cp > 1:
+        yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
+    if strategy.zero and strategy.dp_replicate > 1:
+        yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
+    if strategy.ep > 1:
+        yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
+    if strategy.offload:
+        yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
 
 
 def _batch(plan: Plan) -> Iterator[str]:

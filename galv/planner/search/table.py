@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from galv.cost_models.estimate import StageSeconds
 from galv.planner.plan import ScheduleName, Strategy
@@ -29,6 +29,10 @@ class Option:
     """Kept per microbatch in flight."""
     working_bytes: float
     """Alive only while this unit runs; a stage needs the largest of its units', not the sum."""
+    layout: int = 0
+    """How the activation lies on the stage's devices; `CostTable.transitions` says what a change costs."""
+    weight_seconds: float = 0.0
+    """The part of `backward_seconds` that makes weight gradients, which zero-bubble schedules run later."""
 
     def seconds(self, num_microbatches: int) -> float:
         """This unit's share of a stage's busy seconds in one step."""
@@ -58,6 +62,11 @@ class CostTable:
     """One activation (or its gradient) from a stage to the next."""
     usable_bytes: float
     """What one device has for the model: the budget less context and allocator slack."""
+    virtual_stages: int = 1
+    """Model chunks of each pipeline rank."""
+    transitions: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """(forward, backward) seconds per microbatch, paid by the later unit where its layout differs from that of the unit
+    before; pairs that are not listed cannot stand next to each other. Equal layouts cost nothing."""
 
 
 @dataclass(frozen=True)
