@@ -19,7 +19,7 @@ from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_sec
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.unit import Setting, UnitCost, exposed_seconds
 from galv.cost_models.work import PhaseWork, UnitWork, unit_work
-from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, UnitFacts
+from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, SequenceLayout, UnitFacts
 from galv.planner.plan import Recompute, SequenceMode, Strategy, TensorParallelLayout
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
@@ -46,15 +46,32 @@ class _KnownFacts:
 
     known: dict[str, UnitFacts]
 
-    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def facts(
+        self,
+        unit_class: str,
+        layout: TensorParallelLayout | None,
+        microbatch: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        ep: int = 1,
+    ) -> UnitFacts:
         """The facts of one sample."""
-        assert layout is None
-        assert microbatch == 1
+        assert (layout, microbatch, sequence, ep) == (None, 1, None, 1)
         return self.known[unit_class]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
         """None is known."""
         return Exclusion(f"{unit_class} was not captured at tp {degree} {sequence}")
+
+    def sequence_layout(
+        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+    ) -> SequenceLayout | Exclusion:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured at cp {degree} {mode} tp {tp}")
+
+    def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured at ep {degree} tp {tp}")
 
 
 class WorkLibrary:

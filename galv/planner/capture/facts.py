@@ -140,7 +140,7 @@ def _between(first: float, second: float, share: float) -> float:
 
 
 def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | None:
-    if (a.name, a.kind, a.phase, a.module, a.dtype) != (b.name, b.kind, b.phase, b.module, b.dtype):
+    if (a.name, a.kind, a.phase, a.module, a.dtype, a.axis) != (b.name, b.kind, b.phase, b.module, b.dtype, b.axis):
         return None
     if (a.matmul is None, a.attention is None) != (b.matmul is None, b.attention is None):
         return None
@@ -158,6 +158,7 @@ def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | Non
         _extended_matmul(a, b, share),
         _extended_attention(a, b, share),
         a.collective,
+        a.axis,
     )
 
 

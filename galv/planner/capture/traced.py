@@ -20,7 +20,7 @@ from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.trace import Recorder
-from galv.planner.graph import Exclusion, UnitFacts
+from galv.planner.graph import Exclusion, SequenceLayout, UnitFacts
 from galv.planner.plan import Layout, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout, absolute_name
 
 FEW, MANY = 2, 4
@@ -60,8 +60,18 @@ class TracedFacts:
 
     # -- questions
 
-    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def facts(
+        self,
+        unit_class: str,
+        layout: TensorParallelLayout | None,
+        microbatch: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        ep: int = 1,
+    ) -> UnitFacts:
         """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
+        assert sequence is None, "no class has a sequence layout"
+        assert ep == 1, "no class has shared experts"
         key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch)
         if key not in self._facts:
             self._facts[key] = self._found(unit_class, layout, microbatch)
@@ -77,6 +87,16 @@ class TracedFacts:
         if key not in self._layouts:
             self._layouts[key] = find_layout(self.sample(unit_class), degree, sequence)
         return self._layouts[key]
+
+    def sequence_layout(
+        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+    ) -> SequenceLayout | Exclusion:
+        """The cut of the sequence over `degree` ranks, or why there is none."""
+        return Exclusion(f"{unit_class} is not captured with a sequence cut over {degree} ranks ({mode}, tp {tp})")
+
+    def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
+        """Why the experts cannot be shared out over `degree` ranks; None where they can."""
+        return Exclusion(f"{unit_class} is not captured with experts on {degree} ranks (tp {tp})")
 
     def sample(self, unit_class: str) -> UnitSample:
         """An example unit of the class with the calls that it receives."""
