@@ -20,7 +20,7 @@ from galv.cost_models.memory import ModelStates
 from galv.cost_models.unit import Setting, UnitCost, exposed_seconds
 from galv.cost_models.work import PhaseWork, UnitWork, unit_work
 from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, SequenceLayout, UnitFacts
-from galv.planner.plan import Recompute, SequenceMode, Strategy, TensorParallelLayout
+from galv.planner.plan import ExpertLayout, Recompute, SequenceMode, Strategy, TensorParallelLayout
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
 from galv.profiles.stack import StackProfile
@@ -72,6 +72,10 @@ class _KnownFacts:
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         """None is known."""
         return Exclusion(f"{unit_class} was not captured at ep {degree} tp {tp}")
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured with experts")
 
 
 class WorkLibrary:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
-from galv.planner.plan import InputSpec, SequenceMode, TensorParallelLayout
+from galv.planner.plan import ExpertLayout, InputSpec, SequenceMode, TensorParallelLayout
 
 OperatorKind = Literal["matmul", "attention", "memory", "view", "collective"]
 Phase = Literal["forward", "backward"]
@@ -196,6 +196,10 @@ class FactsSource(Protocol):
 
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         """Why the experts cannot be shared out over `degree` ranks; None where they can."""
+        ...
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """Where the experts of a unit class are, or why it has none to share out."""
         ...
 
 

@@ -129,3 +129,31 @@ class TensorParallelLayout(Frozen):
     sequence: SequenceMode
     modules: tuple[ModuleLayout, ...]
     local_arguments: tuple[LocalArgument, ...] = ()
+
+
+class ExpertsModule(Frozen):
+    """One module that holds experts and computes them: called with tokens, the experts chosen for each, and weights.
+
+    Tokens are (tokens, width), the other two (tokens, choices); what it returns is like the tokens: for each of them
+    the sum over its choices. So any part of the (token, choice) pairs can be computed elsewhere.
+    """
+
+    module: str
+    """Name within the unit, see `absolute_name`."""
+    parameters: tuple[str, ...]
+    """Names within the module; the first dim of each counts experts."""
+    tokens: str
+    """The argument's position ("0") or keyword; so `choices` and `weights`."""
+    choices: str
+    weights: str
+    counts: tuple[str, ...] = ()
+    """Attributes of the module that hold the number of experts; on a part of the experts, the part's number."""
+
+
+class ExpertLayout(Frozen):
+    """Where the experts of one unit class are, and how many: all that it takes to share them out over ranks."""
+
+    unit_class: str
+    num_experts: int = Field(ge=2, le=2**20)
+    """Of each of the modules."""
+    modules: tuple[ExpertsModule, ...] = Field(min_length=1)

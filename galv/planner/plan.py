@@ -1,9 +1,8 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
 This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
-what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor
-axis, the training set-up that the plan was made for, what it was estimated to cost, and the fingerprint of the model it
-belongs to. `planner` writes plans, `runtime` reads them.
+what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie, the training
+set-up that it was made for, its estimated cost, and the model it belongs to. `planner` writes plans, `runtime` reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from galv.planner.layout import ExpertLayout as ExpertLayout
+from galv.planner.layout import ExpertsModule as ExpertsModule
 from galv.planner.layout import Frozen as Frozen
 from galv.planner.layout import Layout as Layout
 from galv.planner.layout import LocalArgument as LocalArgument
@@ -393,6 +394,8 @@ class Plan(Frozen):
     stages: tuple[Stage, ...]
     layouts: tuple[TensorParallelLayout, ...] = ()
     """One for each (unit class, degree, sequence mode) that the units use with tp > 1."""
+    experts: tuple[ExpertLayout, ...] = ()
+    """One for each unit class that units use with ep > 1."""
     estimate: Estimate
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
@@ -429,6 +432,10 @@ class Plan(Frozen):
         """The placements of `unit` on the tensor axis, None at tp 1."""
         key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
+
+    def experts_of(self, unit: Unit) -> ExpertLayout | None:
+        """Where the experts of `unit` are, None at ep 1."""
+        return next((x for x in self.experts if x.unit_class == unit.unit_class and unit.strategy.ep > 1), None)
 
     def __str__(self) -> str:
         from galv.planner.plan_table import render  # the face needs the value, and the value its face only here

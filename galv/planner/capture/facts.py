@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from galv.planner.capture.attention import DeviceKind
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.experts import sharing_experts
 from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.skeleton import detached, differentiable
 from galv.planner.capture.trace import Recorder, Trace
 from galv.planner.graph import Operator, UnitFacts
-from galv.planner.plan import TensorParallelLayout
+from galv.planner.plan import ExpertLayout, TensorParallelLayout
 
 _HELD_KINDS = ("matmul", "attention")
 """Operators whose outputs selective recompute keeps."""
@@ -27,17 +28,31 @@ NOTHING = UnitFacts((), 0, 0, 0, 0, 0, 0, input_is_saved=False)
 
 
 def block_facts(
-    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+    block: nn.Module,
+    call: ModuleCall,
+    device: DeviceKind,
+    layout: TensorParallelLayout | None = None,
+    experts: tuple[ExpertLayout, int] | None = None,
 ) -> UnitFacts:
-    """The facts of one repeated block for one call of it, on one rank of `layout`."""
-    return traced_block(block, call, device, layout)[0]
+    """The facts of one repeated block for one call of it, on one rank of `layout`, which shares out `experts` over as
+    many ranks as it says."""
+    if experts is None:
+        return traced_block(block, call, device, layout)[0]
+    recorder = Recorder([])
+    with sharing_experts(block, *experts, recorder):
+        return traced_block(block, call, device, layout, recorder)[0]
 
 
 def traced_block(
-    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+    block: nn.Module,
+    call: ModuleCall,
+    device: DeviceKind,
+    layout: TensorParallelLayout | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[UnitFacts, frozenset[int]]:
     """(facts, those of the call's tensors, in reading order, that the block saves) of one call of `block`."""
-    recorder = Recorder(list(block.parameters()))
+    recorder = recorder or Recorder([])
+    recorder.parameter_keys |= {storage_key(parameter) for parameter in block.parameters()}
     emulation = None if layout is None else Emulation(block.get_submodule, layout, recorder)
     activation: Tensor | None = None if call.activation is None else detached(call.tensor())
     if emulation is not None and activation is not None:

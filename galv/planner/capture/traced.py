@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.experts import find_experts
 from galv.planner.capture.facts import NOTHING, block_facts, extended, facts_of, joined, size_bytes, traced_block
 from galv.planner.capture.opaque import Opaque
 from galv.planner.capture.operators import tensors_in
@@ -21,7 +22,15 @@ from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.trace import Recorder
 from galv.planner.graph import Exclusion, SequenceLayout, UnitFacts
-from galv.planner.plan import Layout, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout, absolute_name
+from galv.planner.plan import (
+    ExpertLayout,
+    Layout,
+    ModuleLayout,
+    Redistribution,
+    SequenceMode,
+    TensorParallelLayout,
+    absolute_name,
+)
 
 FEW, MANY = 2, 4
 """Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
@@ -52,11 +61,12 @@ class TracedFacts:
     ) -> None:
         self.skeleton, self.source, self.dtype, self.places = skeleton, source, dtype, places
         self._runs: dict[int, SkeletonRun] = {}
-        self._exact: dict[tuple[str, str, int], UnitFacts] = {}
-        self._facts: dict[tuple[str, str, int], UnitFacts] = {}
+        self._exact: dict[tuple[str, str, int, int], UnitFacts] = {}
+        self._facts: dict[tuple[str, str, int, int], UnitFacts] = {}
         self._samples: dict[str, UnitSample] = {}
         self._lent_by_size: dict[int, dict[int, dict[int, int]]] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
+        self._experts: dict[str, ExpertLayout | Exclusion] = {}
 
     # -- questions
 
@@ -71,10 +81,9 @@ class TracedFacts:
     ) -> UnitFacts:
         """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
         assert sequence is None, "no class has a sequence layout"
-        assert ep == 1, "no class has shared experts"
-        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch)
+        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch, ep)
         if key not in self._facts:
-            self._facts[key] = self._found(unit_class, layout, microbatch)
+            self._facts[key] = self._found(unit_class, layout, microbatch, ep)
         return self._facts[key]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
@@ -96,7 +105,27 @@ class TracedFacts:
 
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         """Why the experts cannot be shared out over `degree` ranks; None where they can."""
-        return Exclusion(f"{unit_class} is not captured with experts on {degree} ranks (tp {tp})")
+        found = self.expert_layout(unit_class)
+        if isinstance(found, Exclusion):
+            return found
+        if found.num_experts % degree:
+            return Exclusion(f"the {found.num_experts} experts of {unit_class} cannot be shared by {degree} ranks")
+        return Exclusion(f"{unit_class}: experts are not exchanged beside a tensor axis") if tp > 1 else None
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """Where the experts of a unit class are, or why it has none to share out."""
+        if unit_class not in self._experts:
+            self._experts[unit_class] = self._found_experts(unit_class)
+        return self._experts[unit_class]
+
+    def _found_experts(self, unit_class: str) -> ExpertLayout | Exclusion:
+        place = self.places[unit_class]
+        if not place.is_block:
+            return Exclusion(f"{unit_class} is no repeated block")
+        sample = self.sample(unit_class)
+        if len(sample.calls) > 1:
+            return Exclusion(f"{unit_class} runs more than once")
+        return find_experts(unit_class, sample.modules[0][1], sample.calls[0], self.skeleton.device)
 
     def sample(self, unit_class: str) -> UnitSample:
         """An example unit of the class with the calls that it receives."""
@@ -147,32 +176,51 @@ class TracedFacts:
         inputs, known = model_inputs(self.source, num_samples, self.dtype)
         return self.skeleton.run(inputs, known, emulate, stops_at_block=stops_at_block)
 
-    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int, ep: int) -> UnitFacts:
         if microbatch in (1, FEW, MANY):
-            return self._traced(unit_class, layout, microbatch)
-        few, many = (self._traced(unit_class, layout, size) for size in (FEW, MANY))
+            return self._traced(unit_class, layout, microbatch, ep)
+        few, many = (self._traced(unit_class, layout, size, ep) for size in (FEW, MANY))
         found = extended((FEW, few), (MANY, many), microbatch)
-        return self._traced(unit_class, layout, microbatch) if found is None else found
+        return self._traced(unit_class, layout, microbatch, ep) if found is None else found
 
-    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int, ep: int) -> UnitFacts:
         place = self.places[unit_class]
-        key = (unit_class, _content(layout, place), num_samples)
+        key = (unit_class, _content(layout, place), num_samples, ep)
         if key not in self._exact:
-            self._exact[key] = self._trace(place, layout, num_samples)
+            experts = None if ep == 1 else (self._experts_of(unit_class), ep)
+            self._exact[key] = self._trace(place, layout, num_samples, experts)
         return self._exact[key]
 
-    def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _experts_of(self, unit_class: str) -> ExpertLayout:
+        found = self.expert_layout(unit_class)
+        assert not isinstance(found, Exclusion), found.reason
+        return found
+
+    def _trace(
+        self,
+        place: ClassPlace,
+        layout: TensorParallelLayout | None,
+        num_samples: int,
+        experts: tuple[ExpertLayout, int] | None,
+    ) -> UnitFacts:
         run = self.run(num_samples)
-        pieces = [(2 * run.calls[i].before + 1, self._call_facts(place, run.calls[i], layout)) for i in place.calls]
+        calls = [run.calls[i] for i in place.calls]
+        pieces = [(2 * call.before + 1, self._call_facts(place, call, layout, experts)) for call in calls]
         local = run if place.calls or layout is None else self._local_run(place, layout, num_samples)
         pieces += [(2 * i, self._stretch_facts(local, run, i, num_samples)) for i in place.stretches]
         return joined([facts for _, facts in sorted(pieces, key=lambda piece: piece[0])] or [NOTHING])
 
-    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: TensorParallelLayout | None) -> UnitFacts:
+    def _call_facts(
+        self,
+        place: ClassPlace,
+        call: BlockCall,
+        layout: TensorParallelLayout | None,
+        experts: tuple[ExpertLayout, int] | None,
+    ) -> UnitFacts:
         if place.opaque is not None:
             return _opaque_facts(place.opaque, call)
         block = self.skeleton.model.get_submodule(call.name)
-        facts = block_facts(block, _module_call(call), self.skeleton.device, layout)
+        facts = block_facts(block, _module_call(call), self.skeleton.device, layout, experts)
         # An input of the model is there anyway, whoever saves it.
         return replace(facts, input_bytes=0, input_is_saved=False) if call.activation in call.given else facts
 
