@@ -53,7 +53,7 @@ def exchange_tokens(module: nn.Module, part: ExpertsModule, num_experts: int, ro
 
         return _exchanged(called, given(part.tokens), given(part.choices), given(part.weights), num_experts, router)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _exchanged(

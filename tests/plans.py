@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import transformers
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from galv.planner.plan import (
     Cluster,
     Estimate,
+    ExpertLayout,
     InputSpec,
     MemoryBreakdown,
     Model,
@@ -70,10 +72,18 @@ def tiny_gpt2(num_blocks: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).train()
 
 
+def tiny_mixtral(num_blocks: int = 2, **changes: Any) -> nn.Module:
+    """A Mixtral of four experts, two for each token, with weights of seed 0."""
+    torch.manual_seed(0)
+    sizes = _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": num_blocks} | changes
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": tiny_llama,
     "llama-tied": lambda: tiny_llama(tied=True),
     "gpt2": tiny_gpt2,
+    "mixtral": tiny_mixtral,
 }
 
 
@@ -105,6 +115,7 @@ def hand_made_plan(
     num_microbatches: int = 1,
     global_batch: int = 8,
     layouts: Sequence[TensorParallelLayout] = (),
+    experts: Sequence[ExpertLayout] = (),
 ) -> Plan:
     """A plan for a tiny model, priced at almost nothing; `stages` are the numbers of units of each pipeline stage.
 
@@ -153,6 +164,7 @@ def hand_made_plan(
         pipeline=Pipeline(degree=len(sizes), schedule=schedule),
         stages=tuple(Stage(units=tuple(units[a:b])) for a, b in pairwise(cuts)),
         layouts=tuple(layouts),
+        experts=tuple(experts),
         estimate=almost_nothing(sizes),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from galv import __version__
 from galv.cost_models.estimate import estimate_plan, stage_memory
@@ -13,6 +13,7 @@ from galv.planner.plan import (
     Alternative,
     Cluster,
     Estimate,
+    ExpertLayout,
     Model,
     Pipeline,
     Plan,
@@ -60,10 +61,11 @@ def assemble(
         pipeline=Pipeline(degree=setting.pp, schedule=priced.candidate.schedule),
         stages=stages,
         layouts=_layouts(priced),
+        experts=expert_layouts(graph, stages),
         estimate=estimate(priced, solution, request),
         alternatives=alternatives,
         search=search,
-        notes=graph.notes,
+        notes=(*graph.notes, *expert_notes(stages)),
     )
 
 
@@ -157,6 +159,27 @@ def cluster_of(cluster: ClusterProfile, request: Request) -> Cluster:
         num_nodes=cluster.num_nodes,
         memory_budget_bytes=request.budget_bytes,
     )
+
+
+def expert_layouts(graph: ModelGraph, stages: Iterable[Stage]) -> tuple[ExpertLayout, ...]:
+    """Where the experts are of every unit class that is to share them out."""
+    units = (unit for stage in stages for unit in stage.units)
+    classes = dict.fromkeys(unit.unit_class for unit in units if unit.strategy.ep > 1)
+    found = (graph.source.expert_layout(name) for name in classes)
+    return tuple(layout for layout in found if isinstance(layout, ExpertLayout))
+
+
+EVEN_ROUTING = (
+    "the estimate takes every expert to get equally many tokens; a step takes as long, and its fullest device as much "
+    "memory, as the ranks need whose experts get most"
+)
+
+
+def expert_notes(stages: Iterable[Stage]) -> tuple[str, ...]:
+    """What a person should know of a plan that shares experts out."""
+    if all(unit.strategy.ep == 1 for stage in stages for unit in stage.units):
+        return ()
+    return (EVEN_ROUTING,)
 
 
 def _layouts(priced: PricedTable) -> tuple[TensorParallelLayout, ...]:

@@ -2,7 +2,7 @@
 
 This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
 what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie, the training
-set-up that it was made for, its estimated cost, and the model it belongs to. `planner` writes plans, `runtime` reads them.
+set-up that it was made for, its estimated cost, and the model that it is of. `planner` writes, `runtime` reads plans.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def faults(plan: Plan) -> Iterator[str]:
     yield from _units(plan)
     yield from _batch(plan)
     yield from _layouts(plan)
+    yield from _experts(plan)
     yield from _tied(plan)
     yield from _estimate(plan)
 
@@ -71,8 +72,10 @@ def _not_run(unit: Unit) -> Iterator[str]:
         yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
     if strategy.zero and strategy.dp_replicate > 1:
         yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
-    if strategy.ep > 1:
-        yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
+    if strategy.ep > 1 and strategy.tp * strategy.cp > 1:
+        yield f"unit {unit.name}: galv does not run expert parallelism beside a tensor or context axis ({strategy})"
+    if strategy.ep > 1 and strategy.dp_shard % strategy.ep and strategy.ep % strategy.dp_shard:
+        yield f"unit {unit.name}: ep {strategy.ep} neither divides dp_shard {strategy.dp_shard} nor is a multiple of it"
     if strategy.offload:
         yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
 
@@ -96,6 +99,22 @@ def _layouts(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name}: no layout for tp {unit.strategy.tp}"
         if layout is not None:
             yield from _names_within(unit, layout)
+
+
+def _experts(plan: Plan) -> Iterator[str]:
+    twice = repeated(layout.unit_class for layout in plan.experts)
+    if twice is not None:
+        yield f"experts: two layouts for {twice}"
+    for unit in plan.units() if plan.training.stack == "galv" else ():
+        layout, degree = plan.experts_of(unit), unit.strategy.ep
+        if degree == 1:
+            continue
+        if layout is None:
+            yield f"unit {unit.name}: nothing says where its experts are, for ep {degree}"
+        elif len(unit.modules) != 1:
+            yield f"unit {unit.name}: only repeated blocks of one module share their experts out"
+        elif layout.num_experts % degree:
+            yield f"unit {unit.name}: its {layout.num_experts} experts cannot be shared by ep {degree} ranks"
 
 
 def _names_within(unit: Unit, layout: TensorParallelLayout) -> Iterator[str]:

@@ -81,7 +81,7 @@ def _depth(group: tuple[Unit, ...]) -> int:
 
 def uses_ddp(plan: Plan) -> bool:
     """Whether DistributedDataParallel runs this plan."""
-    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units())
+    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == unit.strategy.ep == 1 for unit in plan.units())
     return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
 
 

@@ -50,8 +50,14 @@ def full_tensor(tensor: Tensor, layout: Layout) -> Tensor:
     if layout.kind == "S":
         assert layout.dim is not None
         shape[layout.dim] //= mesh["tp"].size()
-    if "dp_shard" in names:  # inside the tensor axis, as fully_shard cut it: possibly into unequal parts
-        local = _gathered(local, mesh["dp_shard"], 0, shape)
+    if "ep" in names:
+        shape[0] //= mesh["ep"].size()
+    if "dp_shard" in names:  # inside the other axes, as fully_shard cut it: possibly into unequal parts
+        placement = tensor.placements[names.index("dp_shard")]
+        local = _gathered(local, mesh["dp_shard"], getattr(placement, "dim", 0), shape)
+    if "ep" in names:
+        shape[0] = tensor.shape[0]
+        local = _gathered(local, mesh["ep"], 0, shape)
     if layout.kind == "S":
         assert layout.dim is not None
         local = joined(_gathered(local, mesh["tp"], layout.dim, list(tensor.shape)), layout, mesh["tp"].size())

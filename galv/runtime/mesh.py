@@ -16,6 +16,8 @@ from galv.errors import RunError, UsageError
 from galv.planner.plan import Plan, Strategy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "tp")
+"""Of the same ranks, with those that share experts apart."""
 
 
 class Meshes:
@@ -31,6 +33,8 @@ class Meshes:
         """The axes that all units share: pipeline, data (replicated or sharded), tensor."""
         for unit in plan.units():  # now, and in the plan's order: no rank may make groups that others do not
             self.of(unit.strategy)
+            if unit.strategy.ep > 1:
+                self.experts(unit.strategy)
 
     def of(self, strategy: Strategy) -> DeviceMesh:
         """The mesh of a unit with axes `AXES`."""
@@ -38,6 +42,20 @@ class Meshes:
         if degrees not in self._meshes:
             self._meshes[degrees] = init_device_mesh(self._device_type, degrees, mesh_dim_names=AXES)
         return self._meshes[degrees]
+
+    def experts(self, strategy: Strategy) -> DeviceMesh:
+        """The mesh of a unit's experts with axes `EXPERT_AXES`: `ep` neighbouring data-parallel ranks share them."""
+        shard = max(strategy.dp_shard // strategy.ep, 1)
+        replicate = strategy.dp // (shard * strategy.ep)
+        degrees = (self._num_stages, replicate, shard, strategy.ep, strategy.tp)
+        if degrees not in self._meshes:
+            self._meshes[degrees] = init_device_mesh(self._device_type, degrees, mesh_dim_names=EXPERT_AXES)
+        return self._meshes[degrees]
+
+    def expert_data(self, strategy: Strategy) -> DeviceMesh:
+        """The ranks that hold the same experts of a unit, for `fully_shard`; see `data`."""
+        mesh = self.experts(strategy)
+        return mesh["dp_replicate", "dp_shard"] if mesh.size(1) > 1 else mesh["dp_shard"]
 
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The data axes of a unit, for `fully_shard`: dp_shard alone, or with dp_replicate where there are replicas."""

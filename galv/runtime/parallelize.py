@@ -16,6 +16,7 @@ from galv.errors import ModelError, UnknownName
 from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
 from galv.runtime import data_parallel
 from galv.runtime.data_parallel import GradientSync, Group
+from galv.runtime.expert_parallel import apply_expert_parallel, shard_experts
 from galv.runtime.loss import Targets, shifts_labels
 from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
@@ -70,6 +71,7 @@ def parallelize(
             _materialize(here, unit, materializer)
             # Before recompute, so that recomputing moves between layouts as the first time did.
             _tensor_parallel(here, unit)
+            _expert_parallel(here, unit)
             # Inside data parallelism, so that the parameters gathered for backward serve recomputing too.
             _recompute(here, unit)
         _shard(here, group)
@@ -179,6 +181,17 @@ def _tensor_parallel(here: _Here, unit: Unit) -> None:
         for own_name, change in part.parameters.items():
             name = absolute_name(unit.modules, f"{part.module}.{own_name}".lstrip("."))
             here.layouts.update(dict.fromkeys(_aliases(name, here.plan), change.source))
+
+
+def _expert_parallel(here: _Here, unit: Unit) -> None:
+    layout, strategy = here.plan.experts_of(unit), unit.strategy
+    if layout is None:
+        return
+    mesh = here.meshes.experts(strategy)["ep"]
+    modules = apply_expert_parallel(here.module(unit.modules[0]).get_submodule, layout, mesh, here.ties)
+    precision = here.plan.training.precision
+    data = here.meshes.expert_data(strategy)
+    here.sync.add(shard_experts(modules, data, strategy.zero, precision, strategy.ep), strategy.zero)
 
 
 def _aliases(name: str, plan: Plan) -> tuple[str, ...]:
