@@ -58,7 +58,12 @@ def parallelize_tiny(model: nn.Module, plan: Plan, **options: Any) -> ParallelMo
 
 def train_in_parallel(name: str, plan: Plan, optimizer: str) -> Result:
     """What one rank gets; the weights on rank 0 only."""
-    module = parallelize_tiny(MODELS[name](), plan)
+    return train_model_in_parallel(MODELS[name](), plan, optimizer)
+
+
+def train_model_in_parallel(model: nn.Module, plan: Plan, optimizer: str, **options: Any) -> Result:
+    """What one rank gets from that model's weights; the weights on rank 0 only."""
+    module = parallelize_tiny(model, plan, **options)
     update = module.optimizer(optimizer, **OPTIMIZERS[optimizer])
     losses, norms = [], []
     for step in range(STEPS):
