@@ -186,6 +186,27 @@ def _product(
     )
 
 
+def grouped_product(build: Builder, node: fx.Node) -> Factors:
+    """Rows in groups, each with a matrix of its own. The groups stay whole: they are no equal parts."""
+    rows, matrices, *rest = build.inputs
+    if len(rows) != 2 or len(matrices) != 3:
+        return build.opaque()
+    row, inner = build.new(rows[0], fixed=True), build.new(rows[1])
+    outer = build.new(matrices[2])
+    inputs = [(row, inner), ((), inner, outer), *(tuple(() for _ in shape) for shape in rest)]
+    return _product(build, inputs, (row, outer), inner)
+
+
+def index(build: Builder, node: fx.Node) -> Factors:
+    """Rows picked by one tensor of positions."""
+    table, *positions = build.inputs
+    if len(positions) != 1 or not isinstance(node.args[1][0], fx.Node):
+        return build.opaque()
+    rest = build.fresh(table[1:])
+    picked = build.fresh(positions[0], fixed=range(len(positions[0])))
+    return build.done([((), *rest), picked], (*picked, *rest), linear=linear_in({0}))
+
+
 def attention(build: Builder, node: fx.Node) -> Factors:
     """Fused attention of (..., heads, length, size). Query heads come in equal groups, one for each key head."""
     query, key, value = build.inputs[:3]
@@ -250,9 +271,11 @@ _READERS: dict[str, Reader] = {
     "addmm": addmm,
     **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
     "baddbmm": baddbmm,
+    "_grouped_mm": grouped_product,
     "einsum": einsum,
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
+    "index": index,
     **dict.fromkeys(("zeros", "ones", "full"), uniform),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
 }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galv.localize import localize, with_integers
+from galv.planner.capture.known_values import GroupedProducts
 from galv.planner.plan import LocalArgument, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout
 from galv.planner.sharding.choices import Choice
 from galv.planner.sharding.place import Place, global_shape, local_shape, place_of
@@ -73,7 +74,7 @@ class _Rehearsal:
         args, kwargs = self._inputs()
         handles = []
         try:
-            with torch.enable_grad(), self.counter, counted(trace.name, trace.module, self.counter):
+            with torch.enable_grad(), GroupedProducts(), self.counter, counted(trace.name, trace.module, self.counter):
                 handles = localize(self._module, self.layout, self._redistribute, self._local_parameter)
                 trace.module(*args, **kwargs)
         except _MisfitError:
