@@ -72,8 +72,8 @@ def _not_run(unit: Unit) -> Iterator[str]:
         yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
     if strategy.zero and strategy.dp_replicate > 1:
         yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
-    if strategy.ep > 1 and strategy.tp * strategy.cp > 1:
-        yield f"unit {unit.name}: galv does not run expert parallelism beside a tensor or context axis ({strategy})"
+    if strategy.ep > 1 and strategy.cp > 1:
+        yield f"unit {unit.name}: galv does not run expert parallelism beside a context axis ({strategy})"
     if strategy.ep > 1 and strategy.dp_shard % strategy.ep and strategy.ep % strategy.dp_shard:
         yield f"unit {unit.name}: ep {strategy.ep} neither divides dp_shard {strategy.dp_shard} nor is a multiple of it"
     if strategy.offload:

@@ -89,33 +89,34 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
 def apply_expert_parallel(
     module_named: Callable[[str], nn.Module], layout: ExpertLayout, mesh: DeviceMesh, ties: Ties
 ) -> list[nn.Module]:
-    """The experts modules of one unit, which now hold this rank's experts, in place. `mesh` is the 1-D expert axis."""
-    group = mesh.get_group()
+    """The experts modules of one unit, which now hold this rank's experts, in place. `mesh` is `Meshes.experts`."""
+    group, degree = mesh.get_group("ep"), mesh["ep"].size()
     modules = []
     for part in layout.modules:
         module = module_named(part.module)
         for owner, name in _places(module, part):
             ties.replace(owner, name, _distributed(owner.get_parameter(name), mesh))
         _compute_locally(module, part)
-        set_counts(module, part, layout.num_experts // mesh.size())
+        set_counts(module, part, layout.num_experts // degree)
         exchange_tokens(module, part, layout.num_experts, lambda rows_each, _: Exchange(rows_each, group))
         modules.append(module)
     return modules
 
 
 def _compute_locally(module: nn.Module, part: ExpertsModule) -> None:
-    """Makes `module` compute with this rank's plain tensors."""
+    """Makes `module` compute with this rank's plain tensors, where the tensor axis does not see to that already."""
     compute = module.forward
     places = list(_places(module, part))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for owner, name in places:
+        hidden = [(owner, name) for owner, name in places if name not in owner.__dict__]
+        for owner, name in hidden:
             # An instance attribute hides the registered parameter for the length of this forward.
             owner.__dict__[name] = local_parameter(owner, name)
         try:
             return compute(*args, **kwargs)
         finally:
-            for owner, name in places:
+            for owner, name in hidden:
                 del owner.__dict__[name]
 
     module.forward = forward
@@ -127,13 +128,18 @@ def _places(module: nn.Module, part: ExpertsModule) -> Iterator[tuple[nn.Module,
         yield module.get_submodule(owner), own
 
 
-def _distributed(full: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _distributed(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts of `whole`, which may be cut along the tensor axis already."""
+    axis, placements = mesh["ep"], [Shard(0)]
+    local = whole.detach()
+    if isinstance(local, DTensor):
+        axis, placements, local = mesh["ep", "tp"], [Shard(0), *local.placements], local.to_local()
+    degree = mesh["ep"].size()
     with torch.no_grad():
-        local = full.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-    shared = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.contiguous().stride()
-    )
-    return nn.Parameter(shared, requires_grad=full.requires_grad)
+        part = local.chunk(degree)[mesh["ep"].get_local_rank()].clone(memory_format=torch.contiguous_format)
+    stride = torch.empty(whole.shape, device="meta").stride()
+    shared = DTensor.from_local(part, axis, placements, run_check=False, shape=whole.shape, stride=stride)
+    return nn.Parameter(shared, requires_grad=whole.requires_grad)
 
 
 def shard_experts(

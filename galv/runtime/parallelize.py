@@ -187,7 +187,7 @@ def _expert_parallel(here: _Here, unit: Unit) -> None:
     layout, strategy = here.plan.experts_of(unit), unit.strategy
     if layout is None:
         return
-    mesh = here.meshes.experts(strategy)["ep"]
+    mesh = here.meshes.experts(strategy)
     modules = apply_expert_parallel(here.module(unit.modules[0]).get_submodule, layout, mesh, here.ties)
     precision = here.plan.training.precision
     data = here.meshes.expert_data(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -130,17 +131,35 @@ def train_mixture(text: str) -> Result:
 
 def shared_mixture(zero: int) -> Plan:
     """A captured plan on four ranks, of which two share experts."""
+    return shared(Mixture, 2, {"zero": zero})
+
+
+def shared(build: Callable[[], nn.Module], ep: int, layout: dict[str, Any]) -> Plan:
+    """The plan of a layout by hand on four ranks, its blocks with experts on `ep` of them."""
     example = random_batch(2, 0)
-    graph = capture(resolve_model(Mixture, example, seq_len=SEQ_LEN), precision="fp32", device_kind="cpu")
-    plan = galv.estimate(Mixture(), example, cluster="cpu:4x1", global_batch=8, precision="fp32", zero=zero)
+    graph = capture(resolve_model(build(), example, seq_len=SEQ_LEN), precision="fp32", device_kind="cpu")
+    plan = galv.estimate(build(), example, cluster="cpu:4x1", global_batch=8, precision="fp32", **layout)
     units = tuple(
-        unit.model_copy(update={"strategy": unit.strategy.model_copy(update={"ep": 2 if unit.is_block else 1})})
+        unit.model_copy(update={"strategy": unit.strategy.model_copy(update={"ep": ep if unit.is_block else 1})})
         for unit in plan.stages[0].units
     )
     stages = (plan.stages[0].model_copy(update={"units": units}),)
     return Plan.model_validate(
         plan.model_copy(update={"stages": stages, "experts": expert_layouts(graph, stages)}).model_dump()
     )
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_beside_a_tensor_axis(pool: Pool, ep: int) -> None:
+    """Every expert is cut over two ranks, each with half of the experts or all."""
+    plan = shared(MODELS["mixtral"], ep, {"tp": 2, "zero": 3, "sequence": "megatron"})
+    experts = next(m for layout in plan.layouts for m in layout.modules if m.module == "mlp.experts")
+    assert {name: str(change.source) for name, change in experts.parameters.items()} == {
+        "gate_up_proj": "S1x2",
+        "down_proj": "S2",
+    }
+    ranks = pool.run(train_in_parallel, 4, "mixtral", plan, "sgd")
+    assert_equal_training(alone("mixtral"), ranks)
 
 
 # ----------------------------------------------------------------------------------------------- the exchange

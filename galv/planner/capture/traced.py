@@ -110,7 +110,18 @@ class TracedFacts:
             return found
         if found.num_experts % degree:
             return Exclusion(f"the {found.num_experts} experts of {unit_class} cannot be shared by {degree} ranks")
-        return Exclusion(f"{unit_class}: experts are not exchanged beside a tensor axis") if tp > 1 else None
+        return None if tp == 1 else self._beside_tensor_axis(found, tp)
+
+    def _beside_tensor_axis(self, experts: ExpertLayout, tp: int) -> Exclusion | None:
+        """What keeps experts that are cut over `tp` ranks each from being shared out over others."""
+        layout = self.layout(experts.unit_class, tp, "none")
+        if isinstance(layout, Exclusion):
+            return layout
+        held = {part.module for part in experts.modules}
+        within = [part for part in layout.modules if part.module in held]
+        if any(change.source.kind == "S" and not change.source.dim for x in within for change in x.parameters.values()):
+            return Exclusion(f"the tensor axis of {tp} ranks shares out the experts of {experts.unit_class} itself")
+        return None
 
     def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
         """Where the experts of a unit class are, or why it has none to share out."""
