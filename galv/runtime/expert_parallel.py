@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from galv.experts import exchange_tokens, set_counts
 from galv.planner.plan import ExpertLayout, ExpertsModule, Precision
@@ -130,10 +131,11 @@ def _places(module: nn.Module, part: ExpertsModule) -> Iterator[tuple[nn.Module,
 
 def _distributed(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's experts of `whole`, which may be cut along the tensor axis already."""
-    axis, placements = mesh["ep"], [Shard(0)]
-    local = whole.detach()
+    axis, local = mesh["ep"], whole.detach()
+    placements: list[Placement] = [Shard(0)]
     if isinstance(local, DTensor):
-        axis, placements, local = mesh["ep", "tp"], [Shard(0), *local.placements], local.to_local()
+        placements += local.placements
+        axis, local = mesh["ep", "tp"], local.to_local()
     degree = mesh["ep"].size()
     with torch.no_grad():
         part = local.chunk(degree)[mesh["ep"].get_local_rank()].clone(memory_format=torch.contiguous_format)

@@ -114,14 +114,13 @@ class TracedFacts:
 
     def _beside_tensor_axis(self, experts: ExpertLayout, tp: int) -> Exclusion | None:
         """What keeps experts that are cut over `tp` ranks each from being shared out over others."""
-        layout = self.layout(experts.unit_class, tp, "none")
-        if isinstance(layout, Exclusion):
-            return layout
         held = {part.module for part in experts.modules}
-        within = [part for part in layout.modules if part.module in held]
-        if any(change.source.kind == "S" and not change.source.dim for x in within for change in x.parameters.values()):
+        layouts = [self.layout(experts.unit_class, tp, mode) for mode in ("none", "megatron")]
+        found = [layout for layout in layouts if isinstance(layout, TensorParallelLayout)]
+        stored = (x for layout in found for part in layout.modules if part.module in held for x in _stored(part))
+        if any(layout.kind == "S" and layout.dim == 0 for layout in stored):
             return Exclusion(f"the tensor axis of {tp} ranks shares out the experts of {experts.unit_class} itself")
-        return None
+        return None if found else next(layout for layout in layouts if isinstance(layout, Exclusion))
 
     def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
         """Where the experts of a unit class are, or why it has none to share out."""
@@ -302,6 +301,10 @@ def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
     if layout is None or place.opaque is not None:
         return ""
     return layout.model_dump_json(exclude=None if place.calls else {"sequence"})
+
+
+def _stored(part: ModuleLayout) -> Iterator[Layout]:
+    return (change.source for change in part.parameters.values())
 
 
 def _made_around(call: BlockCall, saved: frozenset[int]) -> Iterator[tuple[int, int, int]]:

@@ -199,11 +199,12 @@ def grouped_product(build: Builder, node: fx.Node) -> Factors:
 
 def index(build: Builder, node: fx.Node) -> Factors:
     """Rows picked by one tensor of positions."""
-    table, *positions = build.inputs
-    if len(positions) != 1 or not isinstance(node.args[1][0], fx.Node):
+    table, *picks = build.inputs
+    listed = argument(node, 1, "indices")
+    if len(picks) != 1 or not isinstance(listed[0], fx.Node):
         return build.opaque()
     rest = build.fresh(table[1:])
-    picked = build.fresh(positions[0], fixed=range(len(positions[0])))
+    picked = build.fresh(picks[0], fixed=range(len(picks[0])))
     return build.done([((), *rest), picked], (*picked, *rest), linear=linear_in({0}))
 
 
