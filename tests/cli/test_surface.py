@@ -52,6 +52,20 @@ SURFACE = {
         "--json",
     },
     "show": {"PLAN.JSON", "--json"},
+    "diff": {"A.JSON", "B.JSON", "--json"},
+    "sweep": {
+        "MODEL",
+        "--cluster",
+        "--global-batch",
+        "--seq-len",
+        "--precision",
+        "--optimizer",
+        "--inputs",
+        "--price",
+        "--csv",
+        "--plot",
+        "--json",
+    },
     "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
 }
 
