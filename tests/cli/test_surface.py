@@ -66,7 +66,16 @@ SURFACE = {
         "--plot",
         "--json",
     },
-    "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
+    "run": {
+        "PLAN.JSON",
+        "SCRIPT ARGS",
+        "--steps",
+        "--nproc",
+        "--seed",
+        "--rdzv-endpoint",
+        "--print-command",
+        "--slurm",
+    },
 }
 
 
