@@ -46,9 +46,9 @@ MIXTRAL = ExpertLayout(
 )
 
 
-def sharing(ep: int, dp: int, zero: int, recompute: str = "none", **plan: Any) -> Plan:
-    """A plan for a tiny Mixtral whose blocks share their experts."""
-    shard = dp if zero else 1
+def sharing(ep: int, dp: int, zero: int, recompute: str = "none", *, replicas: int = 1, **plan: Any) -> Plan:
+    """A plan for a tiny Mixtral whose blocks share their experts, sharded over 1/`replicas` of the ranks."""
+    shard = dp // replicas if zero else 1
     around = Strategy(dp_shard=shard, dp_replicate=dp // shard, zero=zero)
     block = Strategy.model_validate(around.model_dump() | {"ep": ep, "recompute": recompute})
     return hand_made_plan(MODELS["mixtral"](), [around, block, block, around], experts=(MIXTRAL,), **plan)
@@ -58,6 +58,14 @@ def sharing(ep: int, dp: int, zero: int, recompute: str = "none", **plan: Any) -
 def test_equals_one_device(pool: Pool, ep: int, zero: int) -> None:
     """Losses, clipping norms and weights, at every level, with as many ranks as share the experts and with more."""
     plan = sharing(ep, 4, zero, "full" if zero == 3 else "none", num_microbatches=2)
+    ranks = pool.run(train_in_parallel, 4, "mixtral", plan, "sgd")
+    assert_equal_training(alone("mixtral"), ranks)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_hybrid_sharding(pool: Pool, ep: int) -> None:
+    """Experts shared within each of two groups of sharding ranks, or over both groups."""
+    plan = sharing(ep, 4, 2, num_microbatches=2, replicas=2)
     ranks = pool.run(train_in_parallel, 4, "mixtral", plan, "sgd")
     assert_equal_training(alone("mixtral"), ranks)
 
