@@ -75,7 +75,7 @@ def batch_of(num_samples: int) -> dict[str, Tensor]:
 def crossing_plan(strategies: list[Strategy], cut: int | None = None) -> Plan:
     """`Crossing` with these strategies for its units; at a tensor axis every rank does the same."""
     base = hand_made_plan(
-        MODELS["gpt2"](2),
+        MODELS["llama"](2),
         strategies,
         stages=None if cut is None else (cut, 4 - cut),
         schedule="none" if cut is None else "gpipe",
@@ -220,7 +220,7 @@ class Mixer(nn.Module):
 
 def test_samples_in_turns_are_refused() -> None:
     """Rows that are no runs of samples cannot be shared out, and the message says so."""
-    model, plan = Mixer(), plan_of("gpt2", [TWO, FOUR, FOUR, FOUR, FOUR])
+    model, plan = Mixer(), plan_of("llama", [TWO, FOUR, FOUR, FOUR, FOUR])
     units = [
         Unit(name=name, unit_class=name, modules=(module,), strategy=strategy)
         for name, module, strategy in (("embedding", "first", TWO), ("head", "last", FOUR))
