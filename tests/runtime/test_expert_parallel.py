@@ -152,9 +152,8 @@ def shared(build: Callable[[], nn.Module], ep: int, layout: dict[str, Any]) -> P
         for unit in plan.stages[0].units
     )
     stages = (plan.stages[0].model_copy(update={"units": units}),)
-    return Plan.model_validate(
-        plan.model_copy(update={"stages": stages, "experts": expert_layouts(graph, stages)}).model_dump()
-    )
+    experts = expert_layouts(graph, [(unit.unit_class, unit.strategy) for unit in units])
+    return Plan.model_validate(plan.model_copy(update={"stages": stages, "experts": experts}).model_dump())
 
 
 @pytest.mark.parametrize("ep", [1, 2])
