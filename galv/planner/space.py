@@ -58,7 +58,7 @@ class Features:
     zero_bubble: bool = False
 
 
-RUNS = Features()
+RUNS = Features(experts=True)
 """What galv's runtime runs."""
 EVERYTHING = Features(*[True] * 8)
 
