@@ -211,7 +211,7 @@ class TracedFacts:
         place: ClassPlace,
         layout: TensorParallelLayout | None,
         num_samples: int,
-        experts: tuple[ExpertLayout, int] | None,
+        experts: tuple[ExpertLayout, int] | None = None,
     ) -> UnitFacts:
         run = self.run(num_samples)
         calls = [run.calls[i] for i in place.calls]
