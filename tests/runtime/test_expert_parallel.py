@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import galv
-from galv.planner.assemble import expert_layouts
-from galv.planner.capture import capture
-from galv.planner.capture.source import resolve_model
+from galv.planner.assemble import EVEN_ROUTING
 from galv.planner.plan import ExpertLayout, ExpertsModule, Plan, Strategy
 from galv.runtime.expert_parallel import Exchange
 from galv.runtime.materialize import initialize
@@ -126,7 +124,9 @@ def test_a_plain_mixture_equals_one_device(pool: Pool, zero: int) -> None:
     with torch.device("meta"):
         alone = Mixture()
     expected = train_model_alone(initialize(alone, seed=1), "sgd")
-    ranks = pool.run(train_mixture, 4, shared_mixture(zero).to_json())
+    plan = captured(Mixture, ep=2, zero=zero)
+    assert EVEN_ROUTING in plan.notes
+    ranks = pool.run(train_mixture, 4, plan.to_json())
     assert_equal_training(expected, ranks)
 
 
@@ -137,29 +137,23 @@ def train_mixture(text: str) -> Result:
     return train_model_in_parallel(model, Plan.from_json(text), "sgd", seed=1)
 
 
-def shared_mixture(zero: int) -> Plan:
-    """A captured plan on four ranks, of which two share experts."""
-    return shared(Mixture, 2, {"zero": zero})
-
-
-def shared(build: Callable[[], nn.Module], ep: int, layout: dict[str, Any]) -> Plan:
-    """The plan of a layout by hand on four ranks, its blocks with experts on `ep` of them."""
-    example = random_batch(2, 0)
-    graph = capture(resolve_model(build(), example, seq_len=SEQ_LEN), precision="fp32", device_kind="cpu")
-    plan = galv.estimate(build(), example, cluster="cpu:4x1", global_batch=8, precision="fp32", **layout)
-    units = tuple(
-        unit.model_copy(update={"strategy": unit.strategy.model_copy(update={"ep": ep if unit.is_block else 1})})
-        for unit in plan.stages[0].units
+def captured(build: Callable[[], nn.Module], **layout: Any) -> Plan:
+    """The plan of a layout by hand on four ranks."""
+    return galv.estimate(
+        build(),
+        random_batch(2, 0),
+        cluster="cpu:4x1",
+        seq_len=SEQ_LEN,
+        global_batch=8,
+        precision="fp32",
+        **layout,
     )
-    stages = (plan.stages[0].model_copy(update={"units": units}),)
-    experts = expert_layouts(graph, [(unit.unit_class, unit.strategy) for unit in units])
-    return Plan.model_validate(plan.model_copy(update={"stages": stages, "experts": experts}).model_dump())
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_beside_a_tensor_axis(pool: Pool, ep: int) -> None:
     """Every expert is cut over two ranks, each with half of the experts or all."""
-    plan = shared(MODELS["mixtral"], ep, {"tp": 2, "zero": 3, "sequence": "megatron"})
+    plan = captured(MODELS["mixtral"], ep=ep, tp=2, zero=3, sequence="megatron")
     experts = next(m for layout in plan.layouts for m in layout.modules if m.module == "mlp.experts")
     assert {name: str(change.source) for name, change in experts.parameters.items()} == {
         "gate_up_proj": "S1x2",
