@@ -17,6 +17,7 @@ from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
     MAX_SEQ_LEN,
+    Offload,
     OptimizerName,
     Plan,
     Precision,
@@ -183,44 +184,54 @@ def estimate(
     stack: str | StackProfile | None = None,
     virtual_stages: int = 1,
     cp: int = 1,
+    ep: int = 1,
+    dp_shard: int | None = None,
+    dp_replicate: int | None = None,
+    offload: Sequence[str] = (),
     attention: Literal["fused", "unfused"] = "fused",
 ) -> Plan:
     """One layout given by hand, priced: a plan that runs, whether or not the estimate says that it fits.
 
     All units get `zero`, all repeated blocks `recompute`; the rest of the devices are data-parallel. `sequence` None
     shards activations between tensor-parallel regions when tp > 1. With pp > 1 the units are cut where the pipeline is
-    fastest. `micro_batch`: samples that one data-parallel group processes at once. Other arguments as for `plan`.
+    fastest; `virtual_stages` are the model chunks of a pipeline rank. `micro_batch`: samples that one data-parallel
+    group processes at once. Other arguments as for `plan`.
+
+    `cp`, with `sequence` ulysses or ring, cuts the blocks' sequence. `ep` shares experts out over data-parallel ranks,
+    of which `dp_shard` shard states and `dp_replicate` replicate the shards. `offload`: what lies in the host's memory.
 
     `stack` prices the layout as another software runs it: the name of a shipped profile (`galv.profiles.stack`) or a
-    profile. Only there are `virtual_stages` (model chunks of a pipeline rank, interleaved), `cp` (context-parallel
-    degree) and unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that software cuts.
+    profile. Only there is unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that
+    software cuts; it knows neither `ep` nor `offload`, and shards over all data-parallel ranks.
 
-    Raises UsageError when the sizes do not divide, naming what would.
+    Raises UsageError when the sizes do not divide, naming what would, and for what galv's runtime does not run.
     """
     from galv.planner.by_hand import Layout, priced_by_hand
     from galv.planner.by_stack import StackExtras, priced_by_stack
 
+    profile = _cluster(cluster)
+    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
     _check_name("recompute level", recompute, Recompute)
     _check_name("schedule", schedule or "none", ScheduleName)
     _check_name("sequence mode", sequence or "none", SequenceMode)
-    profile = _cluster(cluster)
-    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
+    degrees = {"tp": tp, "pp": pp, "micro_batch": micro_batch, "cp": cp, "ep": ep, "virtual_stages": virtual_stages}
+    optional = {"dp_shard": dp_shard, "dp_replicate": dp_replicate}
     layout = Layout(
-        tp=_whole("tp", tp),
-        pp=_whole("pp", pp),
         zero=_whole("zero", zero, least=0),
-        micro_batch=_whole("micro_batch", micro_batch),
         sequence=sequence,
         recompute=recompute,
         schedule=schedule,
+        offload=_offload(offload),
+        **{name: _whole(name, value) for name, value in degrees.items()},
+        **{name: _whole(name, value) for name, value in optional.items() if value is not None},
     )
-    extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
     if stack is not None:
+        extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
         known = load_stack(stack) if isinstance(stack, str) else stack
         captured = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
         return priced_by_stack(captured, profile, known, layout, extras, request)
-    if extras != StackExtras():
-        raise UsageError("virtual_stages, cp and unfused attention are priced for a stack only; galv runs none of them")
+    if attention != "fused":
+        raise UsageError("unfused attention is priced for a stack only; galv runs what the model calls")
     layout.check(profile, request)
     if isinstance(model, ModelGraph):
         return priced_by_hand(_pricer(model, profile), layout, request, source=None, inputs_source=None)
@@ -370,6 +381,15 @@ def _patterns(argument: str, value: Any) -> None:
     """Nothing for a collection of texts. Raises UsageError for one text, which would be read letter by letter."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
         raise UsageError(f"{argument} must be a list of patterns such as ['encoder.stages.*'], not {value!r}")
+
+
+def _offload(value: Sequence[str]) -> tuple[Offload, ...]:
+    """What is offloaded, sorted. Raises UsageError for a single text, UnknownName for what cannot be."""
+    if isinstance(value, str):
+        raise UsageError(f"offload must be a list such as ['activations'], not {value!r}")
+    for what in value:
+        _check_name("offload", what, Offload)
+    return tuple(what for what in get_args(Offload) if what in value)  # in the order of the alphabet
 
 
 def _is_number(value: Any) -> bool:

@@ -14,9 +14,9 @@ from galv.cost_models.strategies import Row, class_costs
 from galv.cost_models.unit import Degrees, FactsPricer, Outer, UnitCost
 from galv.errors import UsageError
 from galv.planner.assemble import estimate, plan_of, step_seconds
-from galv.planner.balance import balanced_cuts
+from galv.planner.balance import Stages, balanced_cuts
 from galv.planner.borders import border_seconds, send_seconds
-from galv.planner.plan import Offload, Plan, Recompute, ScheduleName, SequenceMode
+from galv.planner.plan import Estimate, Offload, Plan, Recompute, ScheduleName, SequenceMode
 from galv.planner.space import (
     RUNS,
     Candidate,
@@ -157,6 +157,8 @@ class Layout:
         return self.schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
 
     def _check_sharing(self, cluster: ClusterProfile) -> None:
+        if not self.zero and (self.dp_shard or 1) > 1:
+            raise UsageError(f"dp_shard {self.dp_shard} shards nothing at zero 0")
         dp, sharing = self.dp(cluster), self.sharing(cluster)
         stated = (self.dp_shard or sharing.dp_shard) * (self.dp_replicate or sharing.dp_replicate)
         if stated != dp:
@@ -164,8 +166,6 @@ class Layout:
                 f"dp_shard {self.dp_shard or sharing.dp_shard} x dp_replicate "
                 f"{self.dp_replicate or sharing.dp_replicate} is not the data-parallel degree, {dp}"
             )
-        if not self.zero and (self.dp_shard or 1) > 1:
-            raise UsageError(f"dp_shard {self.dp_shard} shards nothing at zero 0")
         if self.ep > 1 and not fits_together(self.degrees, sharing):
             raise UsageError(
                 f"ep {self.ep} must divide the {dp} data-parallel ranks, and divide dp_shard {sharing.dp_shard} or be "
@@ -208,6 +208,12 @@ def priced_by_hand(
     shared: FactsPricer, layout: Layout, request: Request, *, source: str | None, inputs_source: str | None
 ) -> Plan:
     """The plan of `layout`, whether or not it fits. Raises UsageError when the model has no such layout."""
+    outer, stages, found = staged_by_hand(shared, layout, request)
+    return plan_of(shared, outer, stages, request, found, source=source, inputs_source=inputs_source)
+
+
+def staged_by_hand(shared: FactsPricer, layout: Layout, request: Request) -> tuple[Outer, Stages, Estimate]:
+    """(what all units share, the stages, the estimate) of `layout`, whether or not anything runs it."""
     num_units, chunks = len(shared.graph.units), layout.pp * layout.virtual_stages
     if chunks > num_units:
         virtual = f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
@@ -220,8 +226,7 @@ def priced_by_hand(
     sent = send_seconds(shared, candidate, max(facts.output_bytes for facts in sizes))
     units = [(ref, costs[ref.unit_class]) for ref in shared.graph.units]
     stages = min(balanced_cuts(candidate.outer, units), key=lambda cut: step_seconds(candidate.outer, cut, sent))
-    found = estimate(shared, candidate.outer, stages, sent, request)
-    return plan_of(shared, candidate.outer, stages, request, found, source=source, inputs_source=inputs_source)
+    return candidate.outer, stages, estimate(shared, candidate.outer, stages, sent, request)
 
 
 def _samples(outer: Outer, row: Row) -> int:

@@ -152,6 +152,8 @@ def stack_layout(cluster: ClusterProfile, layout: Layout, extras: StackExtras, r
     """A user's layout in the terms of the cost models. Raises UsageError when the sizes do not divide."""
     extras.check()
     layout.check_numbers()
+    if layout.ep > 1 or layout.offload or layout.dp_shard is not None or layout.dp_replicate is not None:
+        raise UsageError("ep, offload, dp_shard and dp_replicate are not known of other software; leave out the stack")
     ranks = layout.tp * layout.pp * extras.context
     dp, rest = divmod(cluster.num_devices, ranks)
     if rest or not dp:

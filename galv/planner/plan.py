@@ -305,25 +305,19 @@ class MemoryBreakdown(Frozen):
 
     @property
     def allocated_bytes(self) -> int:
-        """What the tensors take: torch.cuda.max_memory_allocated()."""
-        return self.total_bytes - self.reserved_bytes
+        """What the tensors take, as torch.cuda.max_memory_allocated() says."""
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.working_bytes
 
     @property
     def cached_bytes(self) -> int:
-        """What the allocator has taken for them: torch.cuda.max_memory_reserved()."""
+        """What the allocator has taken for them, as torch.cuda.max_memory_reserved() says."""
         return self.total_bytes - self.context_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What the device shows as taken."""
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.working_bytes
-            + self.reserved_bytes
-        )
+        """What is taken of the device."""
+        return self.allocated_bytes + self.reserved_bytes
 
 
 class UnitEstimate(Frozen):

@@ -292,7 +292,8 @@ def _with_experts(
     graph: ModelGraph, degrees: Degrees, unit_class: str, num_devices: int, features: Features
 ) -> Iterator[Degrees]:
     """`degrees` with every expert degree that divides the data ranks and the experts."""
-    experts = graph.classes[unit_class].experts if features.experts else 0
+    # The runtime shares experts out over data ranks, which a context axis would lie between.
+    experts = graph.classes[unit_class].experts if features.experts and degrees.cp == 1 else 0
     for ep in divisors(num_devices // degrees.num_ranks) if experts else (1,):
         if not experts or experts % ep == 0:
             yield Degrees(degrees.tp, degrees.sequence, degrees.cp, ep)

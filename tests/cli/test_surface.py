@@ -39,6 +39,13 @@ SURFACE = {
         "--no-sequence-parallel",
         "--recompute",
         "--schedule",
+        "--sequence",
+        "--cp",
+        "--ep",
+        "--dp-shard",
+        "--dp-replicate",
+        "--offload",
+        "--virtual-stages",
     },
     "graph": {
         "MODEL",
