@@ -267,15 +267,26 @@ def _check_placements(shared: FactsPricer, candidate: Candidate, rows: dict[str,
 
 
 def _missing(shared: FactsPricer, candidate: Candidate, rows: dict[str, Row]) -> Iterator[str]:
+    degree = 1 if candidate.uniform is None else candidate.uniform.ep
+    if degree > 1 and all(row.degrees.ep == 1 for row in rows.values()):
+        yield f"ep {degree}: {_no_experts(shared, degree)}"
     for name, row in rows.items():
         reason = shared.exclusion(name, row.degrees)
         if reason is not None:
             yield reason
     degrees = candidate.uniform
     if degrees is not None and degrees.cp == 1:
-        reason = exclusion(shared, degrees)
+        # Only some units have experts; theirs are among the rows.
+        reason = exclusion(shared, replace(degrees, ep=1))
         if reason is not None:
             yield reason
+
+
+def _no_experts(shared: FactsPricer, degree: int) -> str:
+    """Why the units of which there are most share out no experts."""
+    graph = shared.graph
+    refused = graph.source.expert_exclusion(max(graph.counts, key=lambda name: graph.counts[name]), degree)
+    return refused.reason if refused is not None else "no unit has experts"
 
 
 def _cost(shared: FactsPricer, layout: Layout, candidate: Candidate, rows: dict[str, Row], unit_class: str) -> UnitCost:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import galv
+from galv.errors import UsageError
 from galv.planner.capture import capture
 from galv.planner.capture.experts import find_experts
 from galv.planner.capture.sample import ModuleCall
@@ -167,3 +169,9 @@ def test_facts_of_a_part(tp: int) -> None:
     assert read[1] < read[0]
     assert [id(p) for p in source.sample(name).modules[0][1].parameters()] == before
     assert source.facts(name, layout, 3) == whole
+
+
+def test_a_layout_by_hand_needs_experts() -> None:
+    """To ask for shared experts where there are none is refused, with the reason of the blocks."""
+    with pytest.raises(UsageError, match="ep 2: LlamaDecoderLayer holds no experts"):
+        galv.estimate(graph_of("llama"), cluster="cpu:4x1", seq_len=SEQ_LEN, global_batch=8, precision="fp32", ep=2)
