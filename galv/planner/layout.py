@@ -1,4 +1,4 @@
-"""How tensors lie on the tensor axis: the layouts of a plan, and what changes them at module borders.
+"""How tensors lie on the tensor and context axes: the layouts of a plan, and what changes them at module borders.
 
 Data only; `galv.localize` says what it means when a module runs.
 """
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 SequenceMode = Literal["none", "megatron", "ulysses", "ring"]
+ContextMode = Literal["ulysses", "ring"]
+"""The sequence modes that have an axis of their own."""
 
 
 class Frozen(BaseModel):
@@ -129,3 +131,30 @@ class TensorParallelLayout(Frozen):
     sequence: SequenceMode
     modules: tuple[ModuleLayout, ...]
     local_arguments: tuple[LocalArgument, ...] = ()
+
+
+class SequenceLayout(Frozen):
+    """How one class of repeated blocks is cut along the sequence over a context axis of `degree` ranks.
+
+    In front of a block its arguments are brought to these layouts, on the context axis; within, every rank computes on
+    its part of the sequence with whole parameters, of whose gradients it sees a summand. Only attention communicates.
+    """
+
+    unit_class: str
+    mode: ContextMode
+    """`ulysses`: attention gets its heads cut in place of the sequence, by all-to-all (arXiv 2309.14509). `ring`: keys
+    and values go round the ranks (arXiv 2310.01889)."""
+    degree: int = Field(ge=2, le=2**20)
+    balanced: bool = False
+    """Whether rank i of n holds the chunks i and 2n-1-i of 2n, so that all have the same share of causal attention
+    (arXiv 2311.09431); else it holds chunk i of n."""
+    arguments: dict[str, tuple[TextLayout, ...]]
+    """For each argument of the block that holds tensors, by position or keyword, the layouts of these in reading order:
+    S<dim>, R, or R+ for one that is whole while its gradient is a summand."""
+    activation: str
+    """Among them, the argument that is the output of the unit before, or is made of it."""
+    output_dim: int = Field(ge=0, lt=64)
+    """The dim of the block's activation, the first tensor that it returns, that is the sequence."""
+    attention: tuple[Literal["exchanged", "local"], ...] = ()
+    """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and those
+    whose keys every rank has whole, which need nothing."""

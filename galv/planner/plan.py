@@ -17,11 +17,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from galv.planner.layout import ContextMode as ContextMode
 from galv.planner.layout import Frozen as Frozen
 from galv.planner.layout import Layout as Layout
 from galv.planner.layout import LocalArgument as LocalArgument
 from galv.planner.layout import ModuleLayout as ModuleLayout
 from galv.planner.layout import Redistribution as Redistribution
+from galv.planner.layout import SequenceLayout as SequenceLayout
 from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
@@ -393,6 +395,8 @@ class Plan(Frozen):
     stages: tuple[Stage, ...]
     layouts: tuple[TensorParallelLayout, ...] = ()
     """One for each (unit class, degree, sequence mode) that the units use with tp > 1."""
+    sequence_layouts: tuple[SequenceLayout, ...] = ()
+    """One for each (unit class, degree, sequence mode) that the units use with cp > 1."""
     estimate: Estimate
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
@@ -429,6 +433,11 @@ class Plan(Frozen):
         """The placements of `unit` on the tensor axis, None at tp 1."""
         key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
+
+    def sequence_layout_of(self, unit: Unit) -> SequenceLayout | None:
+        """How `unit` is cut along the sequence, None at cp 1."""
+        key = (unit.unit_class, unit.strategy.cp, unit.strategy.sequence)
+        return next((x for x in self.sequence_layouts if (x.unit_class, x.degree, x.mode) == key), None)
 
     def __str__(self) -> str:
         from galv.planner.plan_table import render  # the face needs the value, and the value its face only here

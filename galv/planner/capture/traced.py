@@ -20,8 +20,17 @@ from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.trace import Recorder
-from galv.planner.graph import Exclusion, SequenceLayout, UnitFacts
-from galv.planner.plan import Layout, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout, absolute_name
+from galv.planner.graph import Exclusion, UnitFacts
+from galv.planner.plan import (
+    ContextMode,
+    Layout,
+    ModuleLayout,
+    Redistribution,
+    SequenceLayout,
+    SequenceMode,
+    TensorParallelLayout,
+    absolute_name,
+)
 
 FEW, MANY = 2, 4
 """Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
@@ -57,6 +66,7 @@ class TracedFacts:
         self._samples: dict[str, UnitSample] = {}
         self._lent_by_size: dict[int, dict[int, dict[int, int]]] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
+        self._sequence_layouts: dict[tuple[str, ContextMode, int, int], SequenceLayout | Exclusion] = {}
 
     # -- questions
 
@@ -89,10 +99,18 @@ class TracedFacts:
         return self._layouts[key]
 
     def sequence_layout(
-        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
     ) -> SequenceLayout | Exclusion:
-        """The cut of the sequence over `degree` ranks, or why there is none."""
-        return Exclusion(f"{unit_class} is not captured with a sequence cut over {degree} ranks ({mode}, tp {tp})")
+        """The cut of the sequence over `degree` ranks, each with a tensor axis of `tp`, or why there is none."""
+        from galv.planner.sharding import find_sequence_layout  # it imports the sample type from here
+
+        place = self.places[unit_class]
+        if place.opaque is not None or not place.is_block:
+            return Exclusion(f"{unit_class} is no repeated block that was traced; only those are cut along the sequence")
+        key = (unit_class, mode, degree, tp)
+        if key not in self._sequence_layouts:
+            self._sequence_layouts[key] = find_sequence_layout(self.sample(unit_class), mode, degree, tp=tp)
+        return self._sequence_layouts[key]
 
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         """Why the experts cannot be shared out over `degree` ranks; None where they can."""
