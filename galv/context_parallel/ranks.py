@@ -35,3 +35,11 @@ class Ranks(Protocol):
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begins to send `tensor` to the next rank; what is returned waits for the one from the rank before."""
         ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """What all ranks have, in rank order along a new first dim."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of what all ranks have; may be written over `tensor`."""
+        ...

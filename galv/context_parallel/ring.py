@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from galv.context_parallel.kernels import Kernel, Part, kernel_for
+from galv.context_parallel.parts import own_part
 from galv.context_parallel.ranks import Ranks
 from galv.errors import RunError
+from galv.planner.plan import SequenceCut
 
 _SEQUENCE = -2
 
@@ -109,29 +111,20 @@ class _Ring:
         """What `step` computes, with a key head for every query head."""
         query = query[..., step.queries, :]
         key, value = (_repeated(tensor[..., step.keys, :], self.group) for tensor in (key, value))
-        return Part(
-            query, key, value, self.scale, step.causal, self._bias(step, query, key, mask), self._keep(step, query, key)
-        )
+        bias, keep = self._bias(step.source, mask), self._keep(step, query, key)
+        return Part(query, key, value, self.scale, step.causal, bias, keep)
 
-    def _bias(self, step: _Step, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    def _bias(self, source: int, mask: Tensor | None) -> Tensor | None:
+        """What a mask over the whole sequence says of this rank's queries and the keys of `source`."""
         if mask is None:
             return None
-        if mask.shape[-2] > 1:
-            mask = self._own(mask, self.ranks.rank, query.shape[_SEQUENCE], -2)
-        if mask.shape[-1] > 1:
-            mask = self._own(mask, step.source, key.shape[_SEQUENCE], -1)
+        cut = SequenceCut(degree=self.ranks.size, dim=0, balanced=self.balanced)
+        for dim, rank in ((mask.ndim - 2, self.ranks.rank), (mask.ndim - 1, source)):
+            mask = own_part(mask, cut, rank, dim) if mask.shape[dim] > 1 else mask
         if mask.dtype != torch.bool:
             return mask
         zero = torch.zeros((), dtype=torch.float32, device=mask.device)
         return torch.where(mask, zero, zero - float("inf"))
-
-    def _own(self, mask: Tensor, rank: int, length: int, dim: int) -> Tensor:
-        """What a mask over the whole sequence says of the part of `rank`."""
-        if not self.balanced:
-            return mask.narrow(dim, rank * length, length)
-        half = length // 2
-        starts = (rank * half, (2 * self.ranks.size - 1 - rank) * half)
-        return torch.cat([mask.narrow(dim, start, half) for start in starts], dim)
 
     def _keep(self, step: _Step, query: Tensor, key: Tensor) -> Tensor | None:
         """The same at every time for one source, for backward has to drop what forward dropped."""

@@ -133,6 +133,14 @@ class TensorParallelLayout(Frozen):
     local_arguments: tuple[LocalArgument, ...] = ()
 
 
+class SequenceCut(Frozen):
+    """How a tensor lies on a context axis of `degree` ranks: cut along `dim`, see `SequenceLayout.balanced`."""
+
+    degree: int
+    dim: int
+    balanced: bool
+
+
 class SequenceLayout(Frozen):
     """How one class of repeated blocks is cut along the sequence over a context axis of `degree` ranks.
 
@@ -158,3 +166,12 @@ class SequenceLayout(Frozen):
     attention: tuple[Literal["exchanged", "local"], ...] = ()
     """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and those
     whose keys every rank has whole, which need nothing."""
+
+    def cut_along(self, dim: int) -> SequenceCut:
+        """How a tensor lies whose dim `dim` is the sequence."""
+        return SequenceCut(degree=self.degree, dim=dim, balanced=self.balanced)
+
+    @property
+    def activation_cut(self) -> SequenceCut:
+        """How the block takes and gives its activation."""
+        return self.cut_along(self.output_dim)

@@ -23,6 +23,7 @@ from galv.planner.layout import Layout as Layout
 from galv.planner.layout import LocalArgument as LocalArgument
 from galv.planner.layout import ModuleLayout as ModuleLayout
 from galv.planner.layout import Redistribution as Redistribution
+from galv.planner.layout import SequenceCut as SequenceCut
 from galv.planner.layout import SequenceLayout as SequenceLayout
 from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout

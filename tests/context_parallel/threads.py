@@ -41,6 +41,14 @@ class ThreadRank:
         self.boxes[self.rank, (self.rank + 1) % self.size, call].put(tensor.clone())
         return lambda: self._received((self.rank - 1) % self.size, call)
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather along a new dim."""
+        return self.exchange(tensor.expand(self.size, *tensor.shape))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """All-reduce."""
+        return self.gather(tensor).sum(0)
+
     def _received(self, sender: int, call: int) -> Tensor:
         return self.boxes[sender, self.rank, call].get(timeout=_PATIENCE_SECONDS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,6 +54,18 @@ class ClassPlace:
     """The stand-in of a module that is not traced."""
 
 
+class Layouts(NamedTuple):
+    """What one rank is of: the layouts on the tensor axis and on the context axis, None where an axis has one rank."""
+
+    tensor: TensorParallelLayout | None
+    sequence: SequenceLayout | None
+
+    def text(self, exclude: set[str] | None = None) -> str:
+        """The same for equal layouts, `exclude` left out of the one on the tensor axis."""
+        tensor = "" if self.tensor is None else self.tensor.model_dump_json(exclude=exclude)
+        return tensor + ("" if self.sequence is None else self.sequence.model_dump_json())
+
+
 class TracedFacts:
     """The `FactsSource` of a captured model."""
 
@@ -80,11 +93,11 @@ class TracedFacts:
         ep: int = 1,
     ) -> UnitFacts:
         """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
-        assert sequence is None, "no class has a sequence layout"
         assert ep == 1, "no class has shared experts"
-        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch)
+        layouts = Layouts(layout, sequence)
+        key = (unit_class, layouts.text(), microbatch)
         if key not in self._facts:
-            self._facts[key] = self._found(unit_class, layout, microbatch)
+            self._facts[key] = self._found(unit_class, layouts, microbatch)
         return self._facts[key]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
@@ -165,32 +178,33 @@ class TracedFacts:
         inputs, known = model_inputs(self.source, num_samples, self.dtype)
         return self.skeleton.run(inputs, known, emulate, stops_at_block=stops_at_block)
 
-    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def _found(self, unit_class: str, layout: Layouts, microbatch: int) -> UnitFacts:
         if microbatch in (1, FEW, MANY):
             return self._traced(unit_class, layout, microbatch)
         few, many = (self._traced(unit_class, layout, size) for size in (FEW, MANY))
         found = extended((FEW, few), (MANY, many), microbatch)
         return self._traced(unit_class, layout, microbatch) if found is None else found
 
-    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _traced(self, unit_class: str, layout: Layouts, num_samples: int) -> UnitFacts:
         place = self.places[unit_class]
         key = (unit_class, _content(layout, place), num_samples)
         if key not in self._exact:
             self._exact[key] = self._trace(place, layout, num_samples)
         return self._exact[key]
 
-    def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _trace(self, place: ClassPlace, layout: Layouts, num_samples: int) -> UnitFacts:
         run = self.run(num_samples)
         pieces = [(2 * run.calls[i].before + 1, self._call_facts(place, run.calls[i], layout)) for i in place.calls]
-        local = run if place.calls or layout is None else self._local_run(place, layout, num_samples)
+        cut = None if place.calls else layout.tensor
+        local = run if cut is None else self._local_run(place, cut, num_samples)
         pieces += [(2 * i, self._stretch_facts(local, run, i, num_samples)) for i in place.stretches]
         return joined([facts for _, facts in sorted(pieces, key=lambda piece: piece[0])] or [NOTHING])
 
-    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: TensorParallelLayout | None) -> UnitFacts:
+    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: Layouts) -> UnitFacts:
         if place.opaque is not None:
             return _opaque_facts(place.opaque, call)
         block = self.skeleton.model.get_submodule(call.name)
-        facts = block_facts(block, _module_call(call), self.skeleton.device, layout)
+        facts = block_facts(block, _module_call(call), self.skeleton.device, *layout)
         # An input of the model is there anyway, whoever saves it.
         return replace(facts, input_bytes=0, input_is_saved=False) if call.activation in call.given else facts
 
@@ -256,11 +270,9 @@ def _module_call(call: BlockCall) -> ModuleCall:
     return ModuleCall("", call.args, call.kwargs, call.activation)
 
 
-def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
+def _content(layout: Layouts, place: ClassPlace) -> str:
     """What of a layout makes a difference to the trace: around the blocks, the sequence mode does not."""
-    if layout is None or place.opaque is not None:
-        return ""
-    return layout.model_dump_json(exclude=None if place.calls else {"sequence"})
+    return "" if place.opaque is not None else layout.text(None if place.calls else {"sequence"})
 
 
 def _made_around(call: BlockCall, saved: frozenset[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,114 @@
+"""The parts of a sequence that ranks hold, and how a tensor is brought to them and back, with its gradient.
+
+Whole, a tensor and its gradient are the same on every rank (R); used by each rank for its own part of the work, its
+gradient is a summand (R+).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from galv.context_parallel.ranks import Ranks
+from galv.planner.plan import Layout, SequenceCut, SequenceLayout
+
+
+def own_part(tensor: Tensor, cut: SequenceCut, rank: int, dim: int | None = None) -> Tensor:
+    """What `rank` holds of `tensor` along `dim` (by default the cut's), a view where possible."""
+    dim = cut.dim if dim is None else dim
+    if not cut.balanced:
+        length = tensor.shape[dim] // cut.degree
+        return tensor.narrow(dim, rank * length, length)
+    chunks = tensor.chunk(2 * cut.degree, dim)
+    return torch.cat((chunks[rank], chunks[2 * cut.degree - 1 - rank]), dim)
+
+
+def joined_parts(parts: Sequence[Tensor], cut: SequenceCut) -> Tensor:
+    """The tensor of which the ranks hold `parts`."""
+    if not cut.balanced:
+        return torch.cat(list(parts), cut.dim)
+    halves = [part.chunk(2, cut.dim) for part in parts]
+    return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], cut.dim)
+
+
+def to_part(tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
+    """This rank's part of a tensor that all have whole; its gradient is gathered."""
+    part = _ToPart.apply(tensor, cut, ranks)
+    assert isinstance(part, Tensor)
+    return part
+
+
+def to_whole(tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
+    """The whole of a tensor of which each rank has a part; its gradient, the same on all, is cut."""
+    whole = _ToWhole.apply(tensor, cut, ranks)
+    assert isinstance(whole, Tensor)
+    return whole
+
+
+def used(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A tensor that all have whole, for use by each on its own; gradients are summed."""
+    same = _Used.apply(tensor, ranks)
+    assert isinstance(same, Tensor)
+    return same
+
+
+class _ToPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
+        ctx.cut, ctx.ranks = cut, ranks
+        return own_part(tensor, cut, ranks.rank).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return joined_parts(ctx.ranks.gather(grads[0].contiguous()).unbind(), ctx.cut), None, None
+
+
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
+        ctx.cut, ctx.ranks = cut, ranks
+        return joined_parts(ranks.gather(tensor.contiguous()).unbind(), cut)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        part = own_part(grads[0], ctx.cut, ctx.ranks.rank)
+        return part.clone(memory_format=torch.contiguous_format), None, None
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.ranks.sum(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+def local_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], layout: SequenceLayout, ranks: Ranks
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments as this rank takes them, its activation as it is: that comes cut from the unit before."""
+
+    def local(name: str, value: Any) -> Any:
+        if name == layout.activation or name not in layout.arguments:
+            return value
+        return pytree.tree_map_only(Tensor, _localizer(iter(layout.arguments[name]), layout, ranks), value)
+
+    return tuple(local(str(i), x) for i, x in enumerate(args)), {key: local(key, x) for key, x in kwargs.items()}
+
+
+def _localizer(layouts: Iterator[Layout], layout: SequenceLayout, ranks: Ranks) -> Any:
+    def localized(tensor: Tensor) -> Tensor:
+        own = next(layouts)
+        if own.kind == "S":
+            assert own.dim is not None
+            return to_part(tensor, layout.cut_along(own.dim), ranks)
+        return used(tensor, ranks) if own.kind == "R+" and tensor.requires_grad else tensor
+
+    return localized
