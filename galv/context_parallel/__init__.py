@@ -1,8 +1,8 @@
 """Attention of a block whose sequence is cut over a context axis: what a `SequenceLayout` means when the block runs.
 
 Two callers give it different ranks: the runtime's talk to one another, the capture's only record what would be said.
-`parts` brings tensors to it, `calls` puts itself in the place of torch's attention, `ulysses` and `ring` compute it with what other ranks hold,
-`kernels` are the fused kernels by which a ring attends to one part at a time.
+`parts` brings tensors to it, `calls` puts itself in the place of torch's attention, `ulysses` and `ring` compute that
+with what other ranks hold, `kernels` are the fused kernels by which a ring attends to one part at a time.
 """
 
 from galv.context_parallel.calls import exchanging_attention, replaced_attention

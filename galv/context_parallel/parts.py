@@ -1,7 +1,8 @@
 """The parts of a sequence that ranks hold, and how a tensor is brought to them and back, with its gradient.
 
-Whole, a tensor and its gradient are the same on every rank (R); used by each rank for its own part of the work, its
-gradient is a summand (R+).
+Parameters are averaged over these ranks as over those with other samples, though every rank has but a part of their
+gradient. So where the sequence is cut, gradients are as many times larger as there are ranks: they grow where the
+sequence has been put together again, and shrink where it is cut.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ def joined_parts(parts: Sequence[Tensor], cut: SequenceCut) -> Tensor:
 
 
 def to_part(tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
-    """This rank's part of a tensor that all have whole; its gradient is gathered."""
+    """This rank's part of a tensor that all have whole; its gradient is gathered, and shrinks."""
     part = _ToPart.apply(tensor, cut, ranks)
     assert isinstance(part, Tensor)
     return part
 
 
 def to_whole(tensor: Tensor, cut: SequenceCut, ranks: Ranks) -> Tensor:
-    """The whole of a tensor of which each rank has a part; its gradient, the same on all, is cut."""
+    """The whole of a tensor of which each rank has a part; its gradient, the same on all, is cut, and grows."""
     whole = _ToWhole.apply(tensor, cut, ranks)
     assert isinstance(whole, Tensor)
     return whole
 
 
 def used(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A tensor that all have whole, for use by each on its own; gradients are summed."""
+    """A tensor that all have whole, for use by each on its part of the sequence; gradients are summed, and shrink."""
     same = _Used.apply(tensor, ranks)
     assert isinstance(same, Tensor)
     return same
@@ -64,7 +65,8 @@ class _ToPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return joined_parts(ctx.ranks.gather(grads[0].contiguous()).unbind(), ctx.cut), None, None
+        gathered = ctx.ranks.gather(grads[0].contiguous()).div_(ctx.ranks.size)
+        return joined_parts(gathered.unbind(), ctx.cut), None, None
 
 
 class _ToWhole(torch.autograd.Function):
@@ -75,8 +77,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        part = own_part(grads[0], ctx.cut, ctx.ranks.rank)
-        return part.clone(memory_format=torch.contiguous_format), None, None
+        return own_part(grads[0], ctx.cut, ctx.ranks.rank) * ctx.ranks.size, None, None
 
 
 class _Used(torch.autograd.Function):
@@ -87,7 +88,7 @@ class _Used(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.ranks.sum(grads[0].clone(memory_format=torch.contiguous_format)), None
+        return ctx.ranks.sum(grads[0] / ctx.ranks.size), None
 
 
 def local_arguments(

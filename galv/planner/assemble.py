@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from galv import __version__
 from galv.cost_models.estimate import estimate_plan, stage_memory
@@ -12,11 +12,13 @@ from galv.planner.graph import ModelGraph, UnitRef
 from galv.planner.plan import (
     Alternative,
     Cluster,
+    ContextMode,
     Estimate,
     Model,
     Pipeline,
     Plan,
     SearchReport,
+    SequenceLayout,
     Stage,
     TensorParallelLayout,
     Training,
@@ -60,6 +62,7 @@ def assemble(
         pipeline=Pipeline(degree=setting.pp, schedule=priced.candidate.schedule),
         stages=stages,
         layouts=_layouts(priced),
+        sequence_layouts=_sequence_layouts(graph, stages),
         estimate=estimate(priced, solution, request),
         alternatives=alternatives,
         search=search,
@@ -163,3 +166,15 @@ def _layouts(priced: PricedTable) -> tuple[TensorParallelLayout, ...]:
     setting, shared = priced.candidate.setting, priced.pricer.shared
     found = (shared.layout(name, setting.tp, setting.sequence) for name in priced.pricer.graph.classes)
     return tuple(layout for layout in found if isinstance(layout, TensorParallelLayout))
+
+
+def _sequence_layouts(graph: ModelGraph, stages: Sequence[Stage]) -> tuple[SequenceLayout, ...]:
+    """The cuts of the sequence that the units use, each once."""
+    found: dict[tuple[str, ContextMode, int], SequenceLayout] = {}
+    for unit in (unit for stage in stages for unit in stage.units):
+        mode, degree = unit.strategy.sequence, unit.strategy.cp
+        if mode in ("ulysses", "ring") and (unit.unit_class, mode, degree) not in found:
+            layout = graph.source.sequence_layout(unit.unit_class, mode, degree, tp=unit.strategy.tp)
+            assert isinstance(layout, SequenceLayout), "a strategy that does not exist has no price"
+            found[unit.unit_class, mode, degree] = layout
+    return tuple(found.values())

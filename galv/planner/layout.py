@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 SequenceMode = Literal["none", "megatron", "ulysses", "ring"]
 ContextMode = Literal["ulysses", "ring"]
@@ -160,12 +160,19 @@ class SequenceLayout(Frozen):
     """For each argument of the block that holds tensors, by position or keyword, the layouts of these in reading order:
     S<dim>, R, or R+ for one that is whole while its gradient is a summand."""
     activation: str
-    """Among them, the argument that is the output of the unit before, or is made of it."""
+    """The argument, one of these, that is the output of the unit before, or is made of it."""
     output_dim: int = Field(ge=0, lt=64)
     """The dim of the block's activation, the first tensor that it returns, that is the sequence."""
     attention: tuple[Literal["exchanged", "local"], ...] = ()
     """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and those
     whose keys every rank has whole, which need nothing."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SequenceLayout:
+        layouts = self.arguments.get(self.activation, ())
+        if layouts != (Layout(kind="S", dim=self.output_dim),):
+            raise ValueError(f"the activation {self.activation!r} must be S{self.output_dim}, as the block returns it")
+        return self
 
     def cut_along(self, dim: int) -> SequenceCut:
         """How a tensor lies whose dim `dim` is the sequence."""

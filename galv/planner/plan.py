@@ -432,7 +432,8 @@ class Plan(Frozen):
 
     def layout_of(self, unit: Unit) -> TensorParallelLayout | None:
         """The placements of `unit` on the tensor axis, None at tp 1."""
-        key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
+        mode = "megatron" if unit.strategy.sequence == "megatron" else "none"
+        key = (unit.unit_class, unit.strategy.tp, mode)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
 
     def sequence_layout_of(self, unit: Unit) -> SequenceLayout | None:

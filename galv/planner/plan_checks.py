@@ -60,6 +60,7 @@ def _units(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name}: {strategy} covers {strategy.num_devices} devices of {per_stage}"
         if plan.training.stack == "galv":
             yield from _not_run(unit)
+            yield from _context(plan, unit)
         if strategy.tp != first.tp:
             yield f"unit {unit.name}: tp {strategy.tp} beside units with tp {first.tp}; all units share one degree"
 
@@ -67,14 +68,25 @@ def _units(plan: Plan) -> Iterator[str]:
 def _not_run(unit: Unit) -> Iterator[str]:
     """What of a unit's strategy the runtime cannot run."""
     strategy = unit.strategy
-    if strategy.cp > 1:
-        yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
     if strategy.zero and strategy.dp_replicate > 1:
         yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
     if strategy.ep > 1:
         yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
     if strategy.offload:
         yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
+
+
+def _context(plan: Plan, unit: Unit) -> Iterator[str]:
+    """What is wrong with a unit's context axis."""
+    strategy = unit.strategy
+    if strategy.cp == 1:
+        return
+    if not unit.is_block:
+        yield f"unit {unit.name}: cp {strategy.cp}; only repeated blocks have their sequence cut over an axis of its own"
+    elif strategy.sequence not in ("ulysses", "ring"):
+        yield f"unit {unit.name}: cp {strategy.cp} with sequence {strategy.sequence!r}; it needs 'ulysses' or 'ring'"
+    elif plan.sequence_layout_of(unit) is None:
+        yield f"unit {unit.name}: no sequence layout for {strategy.sequence} over {strategy.cp} ranks"
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -90,6 +102,9 @@ def _layouts(plan: Plan) -> Iterator[str]:
     twice = repeated((layout.unit_class, layout.degree, layout.sequence) for layout in plan.layouts)
     if twice is not None:
         yield f"layouts: two layouts for {twice}"
+    twice = repeated((layout.unit_class, layout.degree, layout.mode) for layout in plan.sequence_layouts)
+    if twice is not None:
+        yield f"sequence_layouts: two layouts for {twice}"
     for unit in plan.units():
         layout = plan.layout_of(unit)
         if unit.strategy.tp > 1 and layout is None and plan.training.stack == "galv":

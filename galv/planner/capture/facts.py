@@ -73,9 +73,7 @@ def traced_block(
     ), frozenset(saved)
 
 
-def _local_activation(
-    call: ModuleCall, emulation: Emulation | None, sequence: SequenceLayout | None
-) -> Tensor | None:
+def _local_activation(call: ModuleCall, emulation: Emulation | None, sequence: SequenceLayout | None) -> Tensor | None:
     """The activation as one rank gets it."""
     if call.activation is None:
         return None

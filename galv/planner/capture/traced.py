@@ -119,7 +119,9 @@ class TracedFacts:
 
         place = self.places[unit_class]
         if place.opaque is not None or not place.is_block:
-            return Exclusion(f"{unit_class} is no repeated block that was traced; only those are cut along the sequence")
+            return Exclusion(
+                f"{unit_class} is no repeated block that was traced; only those are cut along the sequence"
+            )
         key = (unit_class, mode, degree, tp)
         if key not in self._sequence_layouts:
             self._sequence_layouts[key] = find_sequence_layout(self.sample(unit_class), mode, degree, tp=tp)

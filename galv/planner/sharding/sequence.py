@@ -30,7 +30,9 @@ _EAGER = ("matmul", "bmm", "baddbmm", "softmax", "einsum")
 """What attention is made of where it is written out."""
 
 
-def find_sequence_layout(unit: UnitSample, mode: ContextMode, degree: int, *, tp: int = 1) -> SequenceLayout | Exclusion:
+def find_sequence_layout(
+    unit: UnitSample, mode: ContextMode, degree: int, *, tp: int = 1
+) -> SequenceLayout | Exclusion:
     """How `unit` runs with its sequence cut over `degree` ranks, each with a tensor axis of `tp`; or why it cannot.
 
     The layout has been run on the meta device.
