@@ -164,8 +164,8 @@ class SequenceLayout(Frozen):
     output_dim: int = Field(ge=0, lt=64)
     """The dim of the block's activation, the first tensor that it returns, that is the sequence."""
     attention: tuple[Literal["exchanged", "local"], ...] = ()
-    """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and those
-    whose keys every rank has whole, which need nothing."""
+    """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and
+    those whose keys every rank has whole, which need nothing."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SequenceLayout:

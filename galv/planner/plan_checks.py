@@ -82,7 +82,7 @@ def _context(plan: Plan, unit: Unit) -> Iterator[str]:
     if strategy.cp == 1:
         return
     if not unit.is_block:
-        yield f"unit {unit.name}: cp {strategy.cp}; only repeated blocks have their sequence cut over an axis of its own"
+        yield f"unit {unit.name}: cp {strategy.cp}; only repeated blocks have their sequence cut over a context axis"
     elif strategy.sequence not in ("ulysses", "ring"):
         yield f"unit {unit.name}: cp {strategy.cp} with sequence {strategy.sequence!r}; it needs 'ulysses' or 'ring'"
     elif plan.sequence_layout_of(unit) is None:
