@@ -53,7 +53,6 @@ def _units(plan: Plan) -> Iterator[str]:
     if twice is not None:
         yield f"stages: two units are named {twice!r}"
     per_stage = plan.num_devices // plan.pipeline.degree
-    first = next(plan.units()).strategy
     for unit in plan.units():
         strategy = unit.strategy
         if strategy.num_devices * plan.pipeline.degree != plan.num_devices:
@@ -61,15 +60,11 @@ def _units(plan: Plan) -> Iterator[str]:
         if plan.training.stack == "galv":
             yield from _not_run(unit)
             yield from _context(plan, unit)
-        if strategy.tp != first.tp:
-            yield f"unit {unit.name}: tp {strategy.tp} beside units with tp {first.tp}; all units share one degree"
 
 
 def _not_run(unit: Unit) -> Iterator[str]:
     """What of a unit's strategy the runtime cannot run."""
     strategy = unit.strategy
-    if strategy.zero and strategy.dp_replicate > 1:
-        yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
     if strategy.ep > 1:
         yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
     if strategy.offload:
@@ -91,11 +86,12 @@ def _context(plan: Plan, unit: Unit) -> Iterator[str]:
 
 def _batch(plan: Plan) -> Iterator[str]:
     training = plan.training
-    if plan.micro_batch * training.num_microbatches * plan.data_parallel_degree != training.global_batch:
-        yield (
-            f"training: global batch {training.global_batch} is not microbatch x {training.num_microbatches} "
-            f"microbatches x {plan.data_parallel_degree} data-parallel groups"
-        )
+    for degree in plan.data_degrees:
+        if plan.samples_at(degree) * training.num_microbatches * degree != training.global_batch:
+            yield (
+                f"training: global batch {training.global_batch} is not microbatch x {training.num_microbatches} "
+                f"microbatches x {degree} data-parallel groups"
+            )
 
 
 def _layouts(plan: Plan) -> Iterator[str]:

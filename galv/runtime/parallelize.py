@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from galv.errors import ModelError, UnknownName
 from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
 from galv.runtime import data_parallel
+from galv.runtime.borders import with_borders
 from galv.runtime.data_parallel import GradientSync, Group
 from galv.runtime.loss import Targets, shifts_labels
 from galv.runtime.loss_scale import LossScale
@@ -22,15 +22,13 @@ from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
 from galv.runtime.pipeline import StageModule, build_stage
-from galv.runtime.randomness import Randomness, ShardRegions, seed_from
+from galv.runtime.randomness import Randomness, ShardRegions, Streams, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
-from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_argument, convert_input, convert_output
+from galv.runtime.sized_glue import Glue, sized
+from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
 from galv.runtime.ties import Ties
-
-Glue = fx.GraphModule | Callable[[], fx.GraphModule]
-"""A model's traced forward around its units, or what gives it."""
 
 
 def parallelize(
@@ -48,19 +46,23 @@ def parallelize(
 
     Meta tensors of the model are initialized from `seed`, or taken from `weights` (see `materialize`); real ones keep
     rank 0's values. `glue` is the model's traced forward around its units, or gives it when the model has been found
-    to be the plan's; needed with a pipeline. `device` is by default this rank's GPU where there is one and NCCL talks
-    to it, else the CPU. `targets` names the input with the targets that the loss is a mean over (see `train_step`).
+    to be the plan's; needed with a pipeline, and where units have different data-parallel degrees. `device` is by
+    default this rank's GPU where there is one and NCCL talks to it, else the CPU. `targets` names the input with the
+    targets that the loss is a mean over (see `train_step`).
 
     Raises RunError when the world size is not the plan's, UnknownName when the plan has no input called `targets`, and
     ModelError when the model is not the plan's (`fingerprint` is the model's, when known), when it has a tensor that
-    cannot be initialized, or when it returns no loss and there is a pipeline.
+    cannot be initialized, and, where `glue` is needed, when the model returns no loss or cannot be cut.
     """
     _check_model(model, plan, fingerprint)
     _check_targets(plan, targets)
     # A cache of keys and values serves generation only; a block that is recomputed would append to it twice.
     _without_cache(model)
     place = join_world(plan, device)
-    here = _here(model, plan, glue, Meshes(plan, place.type), place)
+    meshes = Meshes(plan, place.type)
+    streams = _streams(plan, meshes, place, seed)
+    # From here on there is only this rank's stage; where its forward is traced, with all changes of form in it.
+    here = _Here(plan, meshes, place, streams, *_held(_stage(model, plan, glue, meshes, streams, place)))
     # Every rank still has the whole model, on whatever device.
     broadcast_weights(model, place)
     materializer = Materializer(model, here.ties, seed=seed, device=place, weights=weights)
@@ -77,9 +79,12 @@ def parallelize(
     materializer.fill(here.stage, "")
     # After all units, for the outermost module gathers and frees nothing itself but leads those inside.
     _shard_root(here)
+    for unit in here.units:
+        # Outside of recompute, which goes back to the random state of the first time itself.
+        _draw(here, unit)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
-    return _finished(here, Targets(shifts_labels(model), targets), seed)
+    return _finished(here, Targets(shifts_labels(model), targets))
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class _Here:
     plan: Plan
     meshes: Meshes
     device: torch.device
+    streams: Streams
     holder: nn.Module
     """Holds the stage as `model`, so that every module of the stage has a parent."""
     ties: Ties
@@ -112,16 +118,33 @@ class _Here:
         return self.holder.get_submodule(f"model.{name}".rstrip("."))
 
 
-def _here(model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, device: torch.device) -> _Here:
-    stage: nn.Module = model
-    if plan.pipeline.degree > 1:
-        if glue is None:
-            raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
-        traced = glue if isinstance(glue, fx.GraphModule) else glue()
-        stage = build_stage(model, plan, traced, meshes.stage_index, device)
+def _streams(plan: Plan, meshes: Meshes, device: torch.device, seed: int) -> Streams:
+    """A random state for each data-parallel degree: alike where samples are shared, on this stage."""
+    own = {
+        degree: Randomness(device, seed_from(seed, degree, meshes.data_rank(degree), meshes.stage_index))
+        for degree in plan.data_degrees
+    }
+    return Streams(plan.data_parallel_degree, own)
+
+
+def _stage(
+    model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, streams: Streams, device: torch.device
+) -> nn.Module:
+    """What this rank runs: the model itself, or a stage of its traced forward where that must be cut or resized."""
+    if not data_parallel.uses_traced_forward(plan):
+        return model
+    if glue is None:
+        raise ModelError(
+            "a plan with a pipeline, or with different data-parallel degrees, needs the model's traced forward (glue)"
+        )
+    traced = with_borders(sized(glue, plan), plan, meshes, streams)
+    return build_stage(model, plan, traced, meshes.stage_index, device)
+
+
+def _held(stage: nn.Module) -> tuple[nn.Module, Ties]:
     holder = nn.Module()
     holder.add_module("model", stage)
-    return _Here(plan, meshes, device, holder, Ties(stage))
+    return holder, Ties(stage)
 
 
 # ----------------------------------------------------------------------------------------------- checks
@@ -193,7 +216,7 @@ def _recompute(here: _Here, unit: Unit) -> None:
 
 
 def _shard(here: _Here, group: Group) -> None:
-    if not data_parallel.uses_fsdp(here.plan):
+    if not data_parallel.uses_fsdp(here.plan, group.unit):
         return
     mesh = here.meshes.data(group.unit.strategy)
     modules = [here.module(name) for unit in group.units for name in unit.modules]
@@ -202,21 +225,27 @@ def _shard(here: _Here, group: Group) -> None:
 
 def _shard_root(here: _Here) -> None:
     is_unit = any("" in unit.modules for unit in here.units)
-    if data_parallel.uses_fsdp(here.plan) and not is_unit:
-        fully_shard(here.stage, mesh=here.meshes.data(here.units[0].strategy))
+    if not is_unit and any(data_parallel.uses_fsdp(here.plan, unit) for unit in here.units):
+        # It holds nothing itself: units that need no `fully_shard` stay as they are.
+        own = set(here.stage.parameters())
+        fully_shard(here.stage, mesh=here.meshes.data(here.units[0].strategy), ignored_params=own)
+
+
+def _draw(here: _Here, unit: Unit) -> None:
+    for name in unit.modules:
+        here.streams.surround(here.module(name), unit.strategy.dp)
 
 
 def _convert_borders(here: _Here) -> None:
-    """Changes the layout of the activation in front of each unit that takes another than the unit before it gives."""
-    everything = list(here.plan.units())
-    for before, unit in pairwise(everything):
-        if unit not in here.units:
-            continue
-        mesh = here.meshes.of(unit.strategy)["tp"] if unit.strategy.tp > 1 else None
-        if isinstance(here.stage, StageModule) and not unit.is_block and before not in here.units:
-            _convert_crossings(here.stage, unit, mesh)
-        elif before.activation != unit.activation:
-            assert mesh is not None, "only the tensor axis has layouts"
+    """Changes the layout of the activation in front of each unit that takes another than the unit before it gives.
+
+    Only where the model's own forward runs: a traced one has that in it.
+    """
+    if isinstance(here.stage, StageModule):
+        return
+    for before, unit in pairwise(here.units):
+        if before.activation != unit.activation:
+            mesh = here.meshes.tensor(unit.strategy.tp)
             change = Redistribution(source=before.activation, target=unit.activation)
             if unit.is_block:
                 convert_input(here.module(unit.modules[0]), change, mesh)
@@ -224,19 +253,10 @@ def _convert_borders(here: _Here) -> None:
                 convert_output(here.module(before.modules[0]), change, mesh)
 
 
-def _convert_crossings(stage: StageModule, unit: Unit, mesh: DeviceMesh | None) -> None:
-    """Gives `unit`, the first of the stage and no block, all that crosses to it in its own layout."""
-    for position, crossing in enumerate(stage.crossings_in):
-        if crossing.layout != unit.activation:
-            assert mesh is not None, "only the tensor axis has layouts"
-            change = Redistribution(source=crossing.layout, target=unit.activation)
-            convert_argument(stage, position, change, mesh)
-
-
-def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
+def _finished(here: _Here, targets: Targets) -> ParallelModule:
     called: Callable[..., Any] = here.stage
     if data_parallel.uses_ddp(here.plan):
-        called = replicas = Replicas(here.stage, here.meshes.data_group)
+        called = replicas = Replicas(here.stage, here.meshes.data_group(here.plan.data_parallel_degree))
         here.sync.add_replicas(replicas)
     parts = Parts(
         plan=here.plan,
@@ -247,7 +267,7 @@ def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
         copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
         targets=targets,
         called=called,
-        randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
+        randomness=here.streams.main,
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
         runner=_runner(here),
     )
@@ -255,9 +275,13 @@ def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
 
 
 def _runner(here: _Here) -> PipelineRunner | None:
-    if not isinstance(here.stage, StageModule):
+    if here.plan.pipeline.degree == 1:
         return None
-    group = here.meshes.base.get_group("pp")
+    assert isinstance(here.stage, StageModule), "a pipeline has stages"
     return PipelineRunner(
-        here.stage, here.plan, group, here.device, before_backward=lambda last: here.sync.prepare(last=last)
+        here.stage,
+        here.plan,
+        here.meshes.pipeline_group,
+        here.device,
+        before_backward=lambda last: here.sync.prepare(last=last),
     )

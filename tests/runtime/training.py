@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from galv.planner.capture.glue import trace_glue
 from galv.planner.plan import Plan
@@ -49,10 +49,11 @@ def train_model_alone(model: nn.Module, optimizer: str, global_batch: int = 8) -
 
 
 def parallelize_tiny(model: nn.Module, plan: Plan, **options: Any) -> ParallelModule:
-    """A tiny model made parallel, cut into stages where the plan has a pipeline."""
-    glue = None
-    if plan.pipeline.degree > 1:
-        glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+    """A tiny model made parallel, by its traced forward where the plan needs that."""
+
+    def glue(num_samples: int) -> fx.GraphModule:
+        return trace_glue(model, leaves(model), random_batch(num_samples, 0))
+
     return parallelize(model, plan, glue=glue, **options)
 
 

@@ -1,0 +1,98 @@
+"""Units with different meshes side by side: any mixture of degrees trains as one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from galv.planner.plan import Plan, Recompute, Strategy
+from tests.distributed_pool import Pool
+from tests.layouts import gpt2_layouts, llama_layouts
+from tests.plans import MODELS, hand_made_plan
+from tests.runtime.training import assert_equal_training, train_alone, train_in_parallel
+
+WORLD = 4
+LAYOUTS = {
+    "llama": (*llama_layouts(2, "none"), *llama_layouts(2, "megatron"), *llama_layouts(4, "none")),
+    "gpt2": (*gpt2_layouts(2, "none"), *gpt2_layouts(2, "megatron"), *gpt2_layouts(4, "none")),
+}
+
+
+def data(degree: int, zero: int = 0, *, replicas: int = 1, recompute: Recompute = "none") -> Strategy:
+    """Plain data parallelism, sharded over all groups but for replicas."""
+    shard = degree // replicas if zero else 1
+    return Strategy(dp_shard=shard, dp_replicate=degree // shard, zero=zero, recompute=recompute)
+
+
+def tensor(tp: int, dp: int = 1, zero: int = 0, *, cut: bool = False, recompute: Recompute = "none") -> Strategy:
+    """Tensor parallelism within data parallelism."""
+    base = data(dp, zero, recompute=recompute)
+    return Strategy.model_validate(base.model_dump() | {"tp": tp, "sequence": "megatron" if cut else "none"})
+
+
+def plan_of(name: str, strategies: Sequence[Strategy], **options: Any) -> Plan:
+    """A plan of units with these strategies, for eight samples."""
+    name = name.removesuffix("-tied")
+    return hand_made_plan(MODELS[name](), strategies, layouts=LAYOUTS[name], **options)
+
+
+def check(pool: Pool, name: str, plan: Plan) -> None:
+    """Losses, gradient norms and weights of clipped steps are those of one device, on every rank."""
+    ranks = pool.run(train_in_parallel, plan.num_devices, name, plan, "sgd")
+    assert_equal_training(train_alone(name, "sgd", plan.training.global_batch), ranks)
+
+
+FOUR, TWO, ONE = data(4), tensor(2, 2), tensor(4)
+
+MIXED: dict[str, tuple[str, list[Strategy], dict[str, Any]]] = {
+    "blocks by data, others by tensor": (
+        "llama",
+        [ONE, data(4, 3), data(4, 1, recompute="full"), data(4, 2, recompute="selective"), ONE],
+        {"num_microbatches": 2},
+    ),
+    "blocks by tensor, others by data": (
+        "llama",
+        [FOUR, TWO, tensor(2, 2, cut=True), tensor(2, 2, 3, cut=True, recompute="full"), data(4, 1)],
+        {},
+    ),
+    "every unit another": (
+        "llama",
+        [TWO, data(4, 2), tensor(2, 2, 2, cut=True), FOUR, ONE],
+        {"num_microbatches": 2},
+    ),
+    "gpt2": ("gpt2", [TWO, data(4, 3), ONE, tensor(2, 2, 1, cut=True), TWO], {}),
+    "across a border": (
+        "llama",
+        [TWO, tensor(2, 2, cut=True), tensor(2, 2, 2, cut=True), data(4, 3, recompute="full"), ONE],
+        {"stages": (2, 3), "schedule": "1f1b", "num_microbatches": 2},
+    ),
+    "right at a border": (
+        "llama",
+        [ONE, tensor(2, 2, 1, cut=True), data(4, 2), tensor(2, 2, cut=True), FOUR],
+        {"stages": (2, 3), "schedule": "gpipe", "num_microbatches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed_degrees(pool: Pool, case: str) -> None:
+    """Activations, masks, labels and the loss are redistributed between units, also at stage borders."""
+    name, strategies, options = MIXED[case]
+    check(pool, name, plan_of(name, strategies, **options))
+
+
+@pytest.mark.parametrize("stages", [(2, 3), (3, 2)], ids=str)
+def test_copies_of_tied_weights_with_unlike_strategies(pool: Pool, stages: tuple[int, int]) -> None:
+    """Copies of a tied weight on two stages have strategies of their own."""
+    strategies = [ONE, data(4, 3), data(4, 2), TWO, tensor(2, 2, 2)]
+    plan = plan_of("gpt2", strategies, stages=stages, schedule="1f1b", num_microbatches=2)
+    check(pool, "gpt2", plan)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding(pool: Pool, zero: int) -> None:
+    """Shards within pairs of ranks and replicas across them: gradients, their norm and the update are right."""
+    strategies = [data(4, zero, replicas=2)] * 3 + [data(4, zero), data(4, zero, replicas=2)]
+    check(pool, "llama", plan_of("llama", strategies, num_microbatches=2))
