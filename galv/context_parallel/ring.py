@@ -146,7 +146,8 @@ class _Attention(torch.autograd.Function):
             step = ring.step(source, query.shape[_SEQUENCE], key.shape[_SEQUENCE])
             part_out, part_log = ring.kernel.forward(ring.part(step, query, *_unpacked(packed, key, value), mask))
             if source == ring.ranks.rank:
-                out, log_sum = _wide(part_out), part_log.clone()
+                # Copies, for what is joined to them is joined in place: selective recompute keeps what kernels return.
+                out, log_sum = part_out.to(_wide_dtype(part_out), copy=True), part_log.clone()
             else:
                 _join(out[..., step.queries, :], log_sum[..., step.queries], part_out, part_log)
         out = out.to(query.dtype)
@@ -158,8 +159,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, mask, out, log_sum = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        of_query = torch.zeros_like(_wide(query))
-        behind = torch.zeros_like(_wide(_packed(key, value)))
+        of_query = torch.zeros_like(query, dtype=_wide_dtype(query))
+        behind = query.new_zeros(key.numel() + value.numel(), dtype=_wide_dtype(key))
         for source, packed in ring.round(_packed(key, value)):
             step = ring.step(source, query.shape[_SEQUENCE], key.shape[_SEQUENCE])
             part = ring.part(step, query, *_unpacked(packed, key, value), mask)
@@ -183,8 +184,8 @@ def _join(out: Tensor, log_sum: Tensor, part_out: Tensor, part_log: Tensor) -> N
     log_sum.copy_(total)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:

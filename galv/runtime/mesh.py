@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from galv.errors import RunError, UsageError
 from galv.planner.plan import Plan, Strategy
 from galv.runtime.regroup import Move, Peers
+from galv.runtime.sequence_parallel import ContextRanks
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
 class Meshes:
@@ -33,14 +34,16 @@ class Meshes:
         # All now, and in the plan's order: no rank may make groups that others do not.
         for unit in plan.units():
             self.of(unit.strategy)
+            self.context(unit.strategy)
         for degree in plan.data_degrees:
             self.data_group(degree)
         for source, target in permutations(plan.data_degrees, 2):
             self.move(source, target)
 
     def of(self, strategy: Strategy) -> DeviceMesh:
-        """The mesh of a unit with axes `AXES`."""
-        degrees = (self._num_stages, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp)
+        """The mesh of a unit's parameters, axes `AXES`; ranks of a context axis are data-parallel ones there."""
+        strategy = without_context(strategy)
+        degrees = (self._num_stages, strategy.dp_replicate, strategy.dp_shard, strategy.tp)
         if degrees not in self._meshes:
             strides = [math.prod(degrees[axis + 1 :]) for axis in range(len(degrees))]
             groups = [self._group(size, stride) for size, stride in zip(degrees, strides, strict=True)]
@@ -52,7 +55,11 @@ class Meshes:
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The data axes of a unit, for `fully_shard`: dp_shard alone, or with dp_replicate where there are replicas."""
         mesh = self.of(strategy)
-        return mesh["dp_replicate", "dp_shard"] if strategy.dp_replicate > 1 else mesh["dp_shard"]
+        return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+    def context(self, strategy: Strategy) -> ContextRanks:
+        """The context axis of a unit."""
+        return ContextRanks(self._group(strategy.cp, strategy.tp), self._device_type)
 
     def tensor(self, degree: int) -> DeviceMesh:
         """The tensor axis of units with that degree."""
@@ -105,6 +112,17 @@ class Meshes:
         own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
         assert own is not None, "every rank is in one of them"
         return own
+
+
+def without_context(strategy: Strategy) -> Strategy:
+    """The strategy as parameters see it: ranks of the context axis are further data-parallel ranks.
+
+    What is sharded is sharded over these as well.
+    """
+    axis = "dp_shard" if strategy.zero else "dp_replicate"
+    sequence = strategy.sequence if strategy.cp == 1 else "none"
+    degrees = {"cp": 1, axis: getattr(strategy, axis) * strategy.cp}
+    return strategy.model_copy(update={**degrees, "sequence": sequence})
 
 
 def join_world(plan: Plan, device: str | torch.device | None) -> torch.device:

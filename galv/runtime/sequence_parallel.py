@@ -13,21 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from galv.context_parallel import DeviceKind, exchanging_attention, local_arguments
 from galv.context_parallel import to_part as to_part
 from galv.context_parallel import to_whole as to_whole
-from galv.planner.plan import SequenceCut, SequenceLayout, Strategy
+from galv.planner.plan import SequenceLayout
 from galv.runtime.randomness import ShardRegions
 
 
 class ContextRanks:
-    """The ranks of a 1-D mesh that share a sequence, see `context_parallel.Ranks`."""
+    """The ranks of a group that share a sequence, see `context_parallel.Ranks`."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.rank, self.size, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-        self.kind: DeviceKind = "cuda" if mesh.device_type == "cuda" else "cpu"
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self.rank, self.size, self._group = dist.get_rank(group), group.size(), group
+        self.kind: DeviceKind = "cuda" if device_type == "cuda" else "cpu"
 
     def exchange(self, tensor: Tensor) -> Tensor:
         """All-to-all along dim 0."""
@@ -68,24 +67,14 @@ class ContextRanks:
         return tensor
 
 
-def without_context(strategy: Strategy) -> Strategy:
-    """The strategy as parameters see it: ranks of the context axis are further data-parallel ranks.
-
-    What is sharded is sharded over these as well.
-    """
-    axis = "dp_shard" if strategy.zero else "dp_replicate"
-    degrees = {"cp": 1, axis: getattr(strategy, axis) * strategy.cp}
-    sequence = "none" if strategy.sequence in ("ulysses", "ring") else strategy.sequence
-    return strategy.model_copy(update={**degrees, "sequence": sequence})
-
-
-def apply_sequence_parallel(block: nn.Module, layout: SequenceLayout, mesh: DeviceMesh, device: torch.device) -> None:
-    """Makes `block` compute on this rank's part of the sequence, in place. `mesh` is the 1-D context axis.
+def apply_sequence_parallel(
+    block: nn.Module, layout: SequenceLayout, ranks: ContextRanks, device: torch.device
+) -> None:
+    """Makes `block` compute on this rank's part of the sequence, in place. `ranks` are the context axis.
 
     It takes its activation cut and all else whole. Random numbers differ between the ranks. Apply it inside of
     recomputation and after tensor parallelism.
     """
-    ranks = ContextRanks(mesh)
     regions = ShardRegions(device, ranks.rank)
     running: list[contextlib.ExitStack] = []
 
@@ -104,21 +93,3 @@ def apply_sequence_parallel(block: nn.Module, layout: SequenceLayout, mesh: Devi
     block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     # Also when recomputing stops early, by an exception.
     block.register_forward_hook(after, always_call=True)
-
-
-def recut(source: SequenceCut | None, target: SequenceCut | None, mesh_of: Callable[[int], DeviceMesh]) -> Any:
-    """The function that brings an activation from one cut to another; None stands for whole.
-
-    `mesh_of` gives the context axis of a degree.
-    """
-
-    def change(activation: Tensor) -> Tensor:
-        if source == target:
-            return activation
-        if source is not None:
-            activation = to_whole(activation, source, ContextRanks(mesh_of(source.degree)))
-        if target is not None:
-            activation = to_part(activation, target, ContextRanks(mesh_of(target.degree)))
-        return activation
-
-    return change
