@@ -5,6 +5,7 @@ Each check yields what is wrong, with its place; `Plan` refuses itself at the fi
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -130,6 +131,21 @@ def _tied(plan: Plan) -> Iterator[str]:
         for name in group:
             if not any(_owns(unit, name) for unit in units):
                 yield f"model.tied.{index}: no unit holds {name!r}"
+    if plan.training.stack == "galv":
+        yield from _unlike_ties(plan)
+
+
+def _unlike_ties(plan: Plan) -> Iterator[str]:
+    """Units of one stage that share a tensor but cut it in other ways: it is one tensor there."""
+    for group, stage in itertools.product(plan.model.tied, plan.stages):
+        units = [unit for unit in stage.units if any(_owns(unit, name) for name in group)]
+        for unit in units[1:]:
+            ours, first = unit.strategy, units[0].strategy
+            if (ours.tp, ours.cp, ours.sequence) != (first.tp, first.cp, first.sequence):
+                yield (
+                    f"unit {unit.name}: {ours} beside {first} of unit {units[0].name}, which is tied to it "
+                    f"({', '.join(group)}) on one stage; give both one tp and sequence mode, or put them on two stages"
+                )
 
 
 def _owns(unit: Unit, parameter: str) -> bool:

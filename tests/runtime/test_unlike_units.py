@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 from galv.planner.plan import Plan, Recompute, Strategy
 from tests.distributed_pool import Pool
 from tests.layouts import gpt2_layouts, llama_layouts
-from tests.plans import MODELS, hand_made_plan
-from tests.runtime.training import assert_equal_training, train_alone, train_in_parallel
+from tests.plans import MODELS, hand_made_plan, random_batch
+from tests.runtime.training import assert_equal_training, parallelize_tiny, train_alone, train_in_parallel
 
 WORLD = 4
 LAYOUTS = {
@@ -34,7 +35,6 @@ def tensor(tp: int, dp: int = 1, zero: int = 0, *, cut: bool = False, recompute:
 
 def plan_of(name: str, strategies: Sequence[Strategy], **options: Any) -> Plan:
     """A plan of units with these strategies, for eight samples."""
-    name = name.removesuffix("-tied")
     return hand_made_plan(MODELS[name](), strategies, layouts=LAYOUTS[name], **options)
 
 
@@ -96,3 +96,44 @@ def test_hybrid_sharding(pool: Pool, zero: int) -> None:
     """Shards within pairs of ranks and replicas across them: gradients, their norm and the update are right."""
     strategies = [data(4, zero, replicas=2)] * 3 + [data(4, zero), data(4, zero, replicas=2)]
     check(pool, "llama", plan_of("llama", strategies, num_microbatches=2))
+
+
+def states_of_hybrid_sharding(plan: Plan) -> tuple[set[tuple[int, int]], bool]:
+    """Elements of each weight and of its optimizer state on this rank, and whether gradients have the same cut."""
+    module = parallelize_tiny(MODELS["llama"](), plan)
+    update = module.optimizer("adamw", lr=1e-3)
+    module.train_step(module.shard_batch(random_batch(8, 0)))
+    update.step()
+    sizes, alike = set(), True
+    for parameter in module.parameters():
+        state = update.state[parameter]["exp_avg"]
+        assert isinstance(parameter, DTensor) and isinstance(state, DTensor)
+        sizes.add((parameter.numel() // parameter.to_local().numel(), state.numel() // state.to_local().numel()))
+        alike &= parameter.grad is not None and parameter.grad.placements == parameter.placements
+    return sizes, alike
+
+
+def test_hybrid_sharding_holds_one_shard_of_the_state(pool: Pool) -> None:
+    """Weights' masters, gradients and optimizer state are cut over the shard axis only, also at level 1."""
+    plan = plan_of("llama", [data(4, 1, replicas=2)] * 5)
+    assert pool.run(states_of_hybrid_sharding, WORLD, plan) == [({(2, 2)}, True)] * WORLD
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options", "message"),
+    [
+        ([TWO, FOUR, FOUR, FOUR, ONE], {}, "tied to it .transformer.wte.weight, lm_head.weight. on one stage"),
+        ([TWO, FOUR, TWO, TWO, TWO], {"global_batch": 6}, "global batch 6 is not .* 4 data-parallel groups"),
+        ([TWO, data(2), TWO, TWO, TWO], {}, "unit block1: dp2 covers 2 devices of 4"),
+    ],
+    ids=["ties", "samples", "devices"],
+)
+def test_what_cannot_stand_side_by_side_is_refused(
+    strategies: list[Strategy], options: dict[str, Any], message: str
+) -> None:
+    """A plan says which of its units do not go together, and why."""
+    with pytest.raises(ValueError, match=message):
+        plan_of("gpt2", strategies, **options)
