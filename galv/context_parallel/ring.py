@@ -4,9 +4,10 @@ Each rank keeps its queries. At every step it attends to the part of the keys th
 part is on its way to the next rank; what it has found is put together by the logs of the sums. In backward keys and
 values go round once more, with their gradients behind them.
 
-Under causal attention rank i of n holds chunks i and 2n-1-i of 2n, one of the first half and one of the second, the
-earlier first (arXiv 2311.09431). Of a rank before it sees the first chunk, with both of its own; of a rank behind it
-both, with its second alone; so all ranks do the same work at every step.
+Balanced for causal attention, rank i of n holds chunks i and 2n-1-i of 2n, one of the first half and one of the
+second, the earlier first (arXiv 2311.09431). Of a rank before it sees the first chunk, with both of its own; of a rank
+behind it both, with its second alone; so all ranks do the same work at every step. With one chunk each, it sees all of
+a rank before it and nothing of one behind.
 """
 
 from __future__ import annotations
@@ -42,10 +43,8 @@ def ring_attention(
     """Attention over the whole sequence, of which every rank has one part: chunks as above if `balanced`, else one.
 
     Tensors are (batch, heads, part of the sequence, size), `attn_mask` is of the whole sequence, boolean or additive.
-    Raises RunError for causal attention to unbalanced parts, and for a mask that wants a gradient.
+    Raises RunError for a mask that wants a gradient.
     """
-    if is_causal and not balanced:
-        raise RunError("causal attention in a block that was planned without; plan again")
     if attn_mask is not None and attn_mask.requires_grad:
         raise RunError("ring attention gives no gradient to an attention mask; use sequence mode ulysses, or cp 1")
     is_plain = attn_mask is None and dropout_p == 0.0
@@ -98,10 +97,12 @@ class _Ring:
             if arrival is not None:
                 packed = arrival()
 
-    def step(self, source: int, num_queries: int, num_keys: int) -> _Step:
-        """Who sees whom when the keys of `source` are here."""
+    def step(self, source: int, num_queries: int, num_keys: int) -> _Step | None:
+        """Who sees whom when the keys of `source` are here; None if nobody sees anything."""
         queries, keys = slice(0, num_queries), slice(0, num_keys)
-        if self.causal and source < self.ranks.rank:
+        if self.causal and source > self.ranks.rank and not self.balanced:
+            return None
+        if self.causal and source < self.ranks.rank and self.balanced:
             keys = slice(0, num_keys // 2)
         elif self.causal and source > self.ranks.rank:
             queries = slice(num_queries // 2, num_queries)
@@ -144,6 +145,8 @@ class _Attention(torch.autograd.Function):
         out = log_sum = query.new_empty(0)
         for source, packed in ring.round(_packed(key, value)):
             step = ring.step(source, query.shape[_SEQUENCE], key.shape[_SEQUENCE])
+            if step is None:
+                continue
             part_out, part_log = ring.kernel.forward(ring.part(step, query, *_unpacked(packed, key, value), mask))
             if source == ring.ranks.rank:
                 # Copies, for what is joined to them is joined in place: selective recompute keeps what kernels return.
@@ -163,13 +166,14 @@ class _Attention(torch.autograd.Function):
         behind = query.new_zeros(key.numel() + value.numel(), dtype=_wide_dtype(key))
         for source, packed in ring.round(_packed(key, value)):
             step = ring.step(source, query.shape[_SEQUENCE], key.shape[_SEQUENCE])
-            part = ring.part(step, query, *_unpacked(packed, key, value), mask)
-            given = (grads[0][..., step.queries, :], out[..., step.queries, :], log_sum[..., step.queries])
-            part_query, part_key, part_value = ring.kernel.backward(given[0], part, *given[1:])
-            of_query[..., step.queries, :] += part_query
-            of_key, of_value = _unpacked(behind, key, value)
-            of_key[..., step.keys, :] += _summed(part_key, ring.group)
-            of_value[..., step.keys, :] += _summed(part_value, ring.group)
+            if step is not None:
+                part = ring.part(step, query, *_unpacked(packed, key, value), mask)
+                given = (grads[0][..., step.queries, :], out[..., step.queries, :], log_sum[..., step.queries])
+                part_query, part_key, part_value = ring.kernel.backward(given[0], part, *given[1:])
+                of_query[..., step.queries, :] += part_query
+                of_key, of_value = _unpacked(behind, key, value)
+                of_key[..., step.keys, :] += _summed(part_key, ring.group)
+                of_value[..., step.keys, :] += _summed(part_value, ring.group)
             # To the rank to which these keys go; after the last step, home.
             behind = ring.ranks.pass_on(behind)()
         of_key, of_value = _unpacked(behind, key, value)
