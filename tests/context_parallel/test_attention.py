@@ -56,7 +56,7 @@ class Case:
         """Output and gradients of one device."""
         query, key, value, gradient = self.tensors()
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-        out = F.scaled_dot_product_attention(*leaves, **self.options())
+        out = F.scaled_dot_product_attention(query, key, value, **self.options())
         return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
     def options(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def run(case: Case, rank: ThreadRank, mode: str) -> list[Tensor]:
     query, key, value, gradient = (tensor[:, :, own] for tensor in case.tensors())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     if mode == "ring":
-        out = ring_attention(rank, balanced, *leaves, **case.options())
+        out = ring_attention(rank, balanced, query, key, value, **case.options())
     else:
-        out = ulysses_attention(F.scaled_dot_product_attention, rank, *leaves, **case.options())
+        out = ulysses_attention(F.scaled_dot_product_attention, rank, query, key, value, **case.options())
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
