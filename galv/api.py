@@ -85,7 +85,7 @@ def plan(
         request,
         source=source.source,
         inputs_source=source.inputs_source,
-        alternatives=alternatives(shared, found, request.budget_bytes),
+        alternatives=alternatives(shared, request),
         search=answer.report,
     )
 

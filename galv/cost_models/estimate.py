@@ -6,13 +6,16 @@ Both use `pipeline_seconds`, so the objective optimized is the objective reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import repeat
 from math import ceil
 
 from galv.cost_models.memory import reserved_bytes
+from galv.cost_models.memory_timeline import MemoryPoint, memory_peak, summed_peak
 from galv.cost_models.pipeline import num_in_flight, simulate
 from galv.cost_models.schedules import interleaved_in_flight, interleaved_seconds
-from galv.cost_models.unit import Setting, UnitCost
+from galv.cost_models.unit import Outer, UnitCost
+from galv.cost_models.work import Setting
 from galv.planner.plan import Estimate, MemoryBreakdown, ScheduleName, StageEstimate, TimeBreakdown, UnitEstimate
 from galv.profiles.cluster import ClusterProfile
 
@@ -70,7 +73,7 @@ def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
 def stages_step_seconds(
     stages: Sequence[Sequence[UnitCost]],
     *,
-    setting: Setting,
+    setting: Setting | Outer,
     schedule: ScheduleName,
     transfer_seconds: float,
     virtual_stages: int = 1,
@@ -90,7 +93,7 @@ def stages_step_seconds(
 def estimate_plan(
     stages: Sequence[Sequence[UnitCost]],
     *,
-    setting: Setting,
+    setting: Setting | Outer,
     schedule: ScheduleName,
     transfer_seconds: float,
     cluster: ClusterProfile,
@@ -117,9 +120,8 @@ def estimate_plan(
         step_seconds=step_seconds,
     )
     in_flight = _in_flight(schedule, len(stages), rounds, virtual_stages)
-    details = tuple(
-        _stage_estimate(costs, rounds, flying, step, cluster) for costs, flying in zip(stages, in_flight, strict=True)
-    )
+    memories = stage_memories(stages, schedule, rounds, in_flight, cluster)
+    details = tuple(map(_stage_estimate, stages, repeat(rounds), in_flight, repeat(step), memories))
     peaks = tuple(stage.memory.total_bytes for stage in details)
     peak_flops = cluster.device.peak(setting.precision)
     return Estimate(
@@ -142,12 +144,13 @@ def _mean(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
 
 
 def _stage_estimate(
-    costs: Sequence[UnitCost], rounds: int, in_flight: float, step: float, cluster: ClusterProfile
+    costs: Sequence[UnitCost], rounds: int, in_flight: float, step: float, memory: MemoryBreakdown
 ) -> StageEstimate:
     units = tuple(_unit_estimate(cost, rounds, in_flight) for cost in costs)
     compute = sum(unit.compute_seconds for unit in units)
     communication = sum(unit.communication_seconds for unit in units)
     optimizer = sum(cost.optimizer_seconds for cost in costs)
+    busy = stage_seconds(costs)
     return StageEstimate(
         time=TimeBreakdown(
             compute_seconds=compute,
@@ -155,10 +158,12 @@ def _stage_estimate(
             bubble_seconds=max(step - compute - communication - optimizer, 0.0),
             optimizer_seconds=optimizer,
         ),
-        memory=stage_memory(costs, in_flight, cluster),
+        memory=memory,
         units=units,
         num_in_flight=ceil(in_flight),
-        **asdict(stage_seconds(costs)),
+        forward_seconds=busy.forward_seconds,
+        backward_seconds=busy.backward_seconds,
+        step_seconds=busy.step_seconds,
     )
 
 
@@ -171,20 +176,40 @@ def _unit_estimate(cost: UnitCost, rounds: int, in_flight: float) -> UnitEstimat
     )
 
 
-def stage_memory(costs: Sequence[UnitCost], in_flight: float, cluster: ClusterProfile) -> MemoryBreakdown:
-    """Where the bytes of a stage's fullest device go, with `in_flight` microbatches alive."""
-    parameters = sum(cost.states.parameters_bytes for cost in costs)
-    gradients = sum(cost.states.gradients_bytes for cost in costs)
-    optimizer = sum(cost.states.optimizer_bytes for cost in costs)
-    activations = in_flight * sum(cost.activation_bytes for cost in costs)
-    working = max(cost.working_bytes for cost in costs)
+# ----------------------------------------------------------------------------------------------- memory
+
+
+def stage_memories(
+    stages: Sequence[Sequence[UnitCost]],
+    schedule: ScheduleName,
+    num_microbatches: int,
+    in_flight: Sequence[float],
+    cluster: ClusterProfile,
+) -> list[MemoryBreakdown]:
+    """Where the bytes of each stage's fullest device go at the peak.
+
+    Where the parts of the units' working bytes are known the peak is that of the memory timeline, else the sum that a
+    search bounds it with.
+    """
+    found = []
+    for stage, (costs, flying) in enumerate(zip(stages, in_flight, strict=True)):
+        if all(cost.working is not None for cost in costs):
+            peak = memory_peak(
+                costs, schedule=schedule, stage=stage, num_stages=len(stages), num_microbatches=num_microbatches
+            )
+        else:
+            peak = summed_peak(costs, flying)
+        found.append(_breakdown(peak, cluster))
+    return found
+
+
+def _breakdown(peak: MemoryPoint, cluster: ClusterProfile) -> MemoryBreakdown:
     return MemoryBreakdown(
-        parameters_bytes=round(parameters),
-        gradients_bytes=round(gradients),
-        optimizer_bytes=round(optimizer),
-        activations_bytes=round(activations),
-        working_bytes=round(working),
-        reserved_bytes=round(
-            reserved_bytes(parameters + gradients + optimizer + activations + working, cluster.device)
-        ),
+        parameters_bytes=round(peak.parameters_bytes),
+        gradients_bytes=round(peak.gradients_bytes),
+        optimizer_bytes=round(peak.optimizer_bytes),
+        activations_bytes=round(peak.activations_bytes),
+        working_bytes=round(peak.working_bytes),
+        reserved_bytes=round(reserved_bytes(peak.total_bytes, cluster.device)),
+        context_bytes=cluster.device.context_bytes,
     )

@@ -17,8 +17,8 @@ from functools import cached_property
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_seconds
 from galv.cost_models.memory import ModelStates
-from galv.cost_models.unit import Setting, UnitCost, exposed_seconds
-from galv.cost_models.work import PhaseWork, UnitWork, unit_work
+from galv.cost_models.unit import UnitCost, exposed_seconds
+from galv.cost_models.work import PhaseWork, Setting, UnitWork, unit_work
 from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, UnitFacts
 from galv.planner.plan import (
     ContextMode,

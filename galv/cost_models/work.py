@@ -11,10 +11,38 @@ from collections import Counter
 from dataclasses import dataclass
 
 from galv.planner.graph import CollectiveKind, Operator, Phase, UnitFacts
+from galv.planner.plan import OptimizerName, Precision, Recompute, SequenceMode, Strategy
 
 BACKWARD_TRAFFIC = 1.7
 """Fused element-wise traffic of backward over that of forward: a backward chain reads the gradient and a saved tensor
 where forward reads one tensor, and writes one."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all units share where another software trains."""
+
+    tp: int
+    sequence: SequenceMode
+    dp: int
+    pp: int
+    num_microbatches: int
+    microbatch: int
+    """Samples of one data-parallel group."""
+    precision: Precision
+    optimizer: OptimizerName
+
+    def strategy(self, zero: int, recompute: Recompute) -> Strategy:
+        """The strategy of a unit in this setting."""
+        shard = self.dp if zero else 1
+        return Strategy(
+            tp=self.tp,
+            sequence=self.sequence,
+            dp_shard=shard,
+            dp_replicate=self.dp // shard,
+            zero=zero,
+            recompute=recompute,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from galv import __version__
 from galv.cost_models.estimate import estimate_plan, stages_step_seconds
 from galv.cost_models.stacked import StackPricer, WorkLibrary, reached_cluster
-from galv.cost_models.unit import Setting, UnitCost, total_flops
+from galv.cost_models.unit import UnitCost, total_flops
+from galv.cost_models.work import Setting
 from galv.errors import UsageError
 from galv.planner.assemble import cluster_of, model_of
 from galv.planner.by_hand import Layout

@@ -303,9 +303,22 @@ class MemoryBreakdown(Frozen):
     """Alive for the moment only: gathered parameters, recomputed activations, logits, gradients in flight."""
     reserved_bytes: Bytes = 0
     """Not the model's: context, communication buffers, allocator slack."""
+    context_bytes: Bytes = 0
+    """Of `reserved_bytes`, what torch's allocator does not count: context and communication buffers."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the tensors take: torch.cuda.max_memory_allocated()."""
+        return self.total_bytes - self.reserved_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the allocator has taken for them: torch.cuda.max_memory_reserved()."""
+        return self.total_bytes - self.context_bytes
 
     @property
     def total_bytes(self) -> int:
+        """What the device shows as taken."""
         return (
             self.parameters_bytes
             + self.gradients_bytes

@@ -102,7 +102,12 @@ def _layouts(plan: Plan) -> Iterator[str]:
     twice = repeated((layout.unit_class, layout.degree, layout.mode) for layout in plan.sequence_layouts)
     if twice is not None:
         yield f"sequence_layouts: two layouts for {twice}"
+    seen = set()  # units of one class have as many modules, and so the same names within them
     for unit in plan.units():
+        key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence, len(unit.modules))
+        if key in seen:
+            continue
+        seen.add(key)
         layout = plan.layout_of(unit)
         if unit.strategy.tp > 1 and layout is None and plan.training.stack == "galv":
             yield f"unit {unit.name}: no layout for tp {unit.strategy.tp}"
