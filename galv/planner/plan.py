@@ -8,7 +8,6 @@ belongs to. `planner` writes plans, `runtime` reads them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -27,7 +26,7 @@ from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
 from galv.planner.plan_checks import faults, repeated
-from galv.planner.plan_file import write_whole
+from galv.planner.plan_file import check_version, write_whole
 
 SCHEMA_VERSION: Final = 1
 MAX_GLOBAL_BATCH: Final = 2**40
@@ -476,17 +475,7 @@ class Plan(Frozen):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan in `text`. Raises ValueError saying what is wrong with it."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?"
-            ) from error
-        except RecursionError as error:
-            raise ValueError("its brackets are nested too deeply") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"schema version {version!r}; this galv reads version {SCHEMA_VERSION}")
+        check_version(text, SCHEMA_VERSION)
         try:
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:

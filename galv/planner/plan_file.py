@@ -1,8 +1,9 @@
-"""Writes files so that no reader ever finds a half of one."""
+"""Plans as files: written so that no reader ever finds a half of one, and refused in words."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -24,3 +25,16 @@ def write_whole(text: str, path: str | Path) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_version(text: str, version: int) -> None:
+    """Nothing when `text` is JSON of that schema version. Raises ValueError saying what it is instead."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?") from error
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deeply") from error
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != version:
+        raise ValueError(f"schema version {found!r}; this galv reads version {version}")
