@@ -47,6 +47,11 @@ class Part:
 class Kernel(Protocol):
     """A way to compute `Part`s."""
 
+    @property
+    def groups_heads(self) -> bool:
+        """Whether several query heads may look at one key head; else there is a key head for each."""
+        ...
+
     def forward(self, part: Part) -> Attended:
         """Output and log of one part."""
         ...
@@ -69,6 +74,8 @@ def kernel_for(kind: DeviceKind, query: Tensor, value: Tensor, *, is_plain: bool
 class FlashOnCpu:
     """torch's flash attention for the CPU."""
 
+    groups_heads = True
+
     def forward(self, part: Part) -> Attended:
         """See `Kernel`."""
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -86,6 +93,8 @@ class FlashOnCpu:
 
 class FlashOnCuda:
     """FlashAttention-2 as torch has it, for half precision."""
+
+    groups_heads = True
 
     def forward(self, part: Part) -> Attended:
         """See `Kernel`."""
@@ -116,6 +125,8 @@ def _padded(tensor: Tensor) -> Tensor:
 class Efficient:
     """The memory-efficient kernel of torch's CUDA backend, for every precision."""
 
+    groups_heads = False
+
     def forward(self, part: Part) -> Attended:
         """See `Kernel`."""
         out, log_sum = aten._scaled_dot_product_efficient_attention(
@@ -137,6 +148,8 @@ class Efficient:
 
 class Written:
     """Attention written out, for what no fused kernel with a log takes: masks, dropout, values of another size."""
+
+    groups_heads = False
 
     def forward(self, part: Part) -> Attended:
         """See `Kernel`."""

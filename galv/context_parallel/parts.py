@@ -15,14 +15,23 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from galv.context_parallel.ranks import Ranks
+from galv.errors import RunError
 from galv.planner.plan import Layout, SequenceCut, SequenceLayout
 
 
 def own_part(tensor: Tensor, cut: SequenceCut, rank: int, dim: int | None = None) -> Tensor:
-    """What `rank` holds of `tensor` along `dim` (by default the cut's), a view where possible."""
+    """What `rank` holds of `tensor` along `dim` (by default the cut's), a view where possible.
+
+    Raises RunError when the parts would not be equal.
+    """
     dim = cut.dim if dim is None else dim
+    length, rest = divmod(tensor.shape[dim], cut.degree * (1 + cut.balanced))
+    if rest:
+        raise RunError(
+            f"context parallelism over {cut.degree} ranks cuts dim {dim} of a tensor of shape {tuple(tensor.shape)} "
+            f"into {cut.degree * (1 + cut.balanced)} equal chunks, which its length does not allow; pad the inputs"
+        )
     if not cut.balanced:
-        length = tensor.shape[dim] // cut.degree
         return tensor.narrow(dim, rank * length, length)
     chunks = tensor.chunk(2 * cut.degree, dim)
     return torch.cat((chunks[rank], chunks[2 * cut.degree - 1 - rank]), dim)
@@ -106,7 +115,11 @@ def local_arguments(
 
 def _localizer(layouts: Iterator[Layout], layout: SequenceLayout, ranks: Ranks) -> Any:
     def localized(tensor: Tensor) -> Tensor:
-        own = next(layouts)
+        own = next(layouts, None)
+        if own is None:
+            raise RunError(
+                f"a block of class {layout.unit_class} got more tensors than when it was planned; plan again"
+            )
         if own.kind == "S":
             assert own.dim is not None
             return to_part(tensor, layout.cut_along(own.dim), ranks)

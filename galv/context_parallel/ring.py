@@ -48,15 +48,16 @@ def ring_attention(
     if attn_mask is not None and attn_mask.requires_grad:
         raise RunError("ring attention gives no gradient to an attention mask; use sequence mode ulysses, or cp 1")
     is_plain = attn_mask is None and dropout_p == 0.0
+    kernel = kernel_for(ranks.kind, query, value, is_plain=is_plain)
     ring = _Ring(
         ranks=ranks,
         balanced=balanced,
         causal=is_causal,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        group=query.shape[1] // key.shape[1],
+        repeats=1 if kernel.groups_heads else query.shape[1] // key.shape[1],
         dropout=dropout_p,
         seed=int(torch.randint(2**62, (), device="cpu")) if dropout_p else 0,
-        kernel=kernel_for(ranks.kind, query, value, is_plain=is_plain),
+        kernel=kernel,
     )
     out = _Attention.apply(query, key, value, attn_mask, ring)
     assert isinstance(out, Tensor)
@@ -82,8 +83,8 @@ class _Ring:
     balanced: bool
     causal: bool
     scale: float
-    group: int
-    """Query heads that look at one key head."""
+    repeats: int
+    """How often the kernel must be given each key head."""
     dropout: float
     seed: int
     """Of dropout."""
@@ -109,9 +110,9 @@ class _Ring:
         return _Step(source, queries, keys, self.causal and source == self.ranks.rank)
 
     def part(self, step: _Step, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Part:
-        """What `step` computes, with a key head for every query head."""
+        """What `step` computes."""
         query = query[..., step.queries, :]
-        key, value = (_repeated(tensor[..., step.keys, :], self.group) for tensor in (key, value))
+        key, value = (_repeated(tensor[..., step.keys, :], self.repeats) for tensor in (key, value))
         bias, keep = self._bias(step.source, mask), self._keep(step, query, key)
         return Part(query, key, value, self.scale, step.causal, bias, keep)
 
@@ -172,8 +173,8 @@ class _Attention(torch.autograd.Function):
                 part_query, part_key, part_value = ring.kernel.backward(given[0], part, *given[1:])
                 of_query[..., step.queries, :] += part_query
                 of_key, of_value = _unpacked(behind, key, value)
-                of_key[..., step.keys, :] += _summed(part_key, ring.group)
-                of_value[..., step.keys, :] += _summed(part_value, ring.group)
+                of_key[..., step.keys, :] += _summed(part_key, ring.repeats)
+                of_value[..., step.keys, :] += _summed(part_value, ring.repeats)
             # To the rank to which these keys go; after the last step, home.
             behind = ring.ranks.pass_on(behind)()
         of_key, of_value = _unpacked(behind, key, value)

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from galv.context_parallel import replaced_attention
+from galv.context_parallel import local_arguments, replaced_attention
 from galv.context_parallel.kernels import Efficient, FlashOnCuda, Part, Written, kernel_for
+from galv.context_parallel.parts import own_part
 from galv.context_parallel.ring import ring_attention
 from galv.context_parallel.ulysses import ulysses_attention
 from galv.errors import RunError
+from galv.planner.plan import Layout, SequenceCut, SequenceLayout
 from tests.context_parallel.threads import ThreadRank, on_ranks
 
 SIZES = (2, 3, 4)
@@ -141,12 +143,12 @@ def test_ring_refuses_masks_that_are_trained() -> None:
 def test_kernels_of_gpus_are_called_as_torch_declares_them(kernel: FlashOnCuda | Efficient, causal: bool) -> None:
     """Shapes on the meta device, forward and backward, with a head size that has to be padded."""
     query = torch.empty(2, 4, 40, 12, dtype=torch.bfloat16, device="meta")
-    key, value = torch.empty_like(query), torch.empty_like(query)
-    part = Part(query, key, value, 0.3, causal)
+    key = torch.empty(2, 2 if kernel.groups_heads else 4, 40, 12, dtype=torch.bfloat16, device="meta")
+    part = Part(query, key, key, 0.3, causal)
     out, log_sum = kernel.forward(part)
     assert (out.shape, log_sum.shape, log_sum.dtype) == (query.shape, query.shape[:-1], torch.float32)
-    for gradient in kernel.backward(torch.empty_like(out), part, out, log_sum):
-        assert gradient.shape == query.shape
+    gradients = kernel.backward(torch.empty_like(out), part, out, log_sum)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
 
 
 def test_the_kernel_goes_by_device_and_kind() -> None:
@@ -172,3 +174,40 @@ def test_attention_is_replaced_once() -> None:
         taken(query, key, value)
     F.scaled_dot_product_attention(query, key, value)
     assert seen == ["called"] * 2
+
+
+# ----------------------------------------------------------------------------------------------- arguments
+
+
+def test_parts_must_be_equal() -> None:
+    """A sequence of another length than was planned for is refused, not cut short."""
+    cut = SequenceCut(degree=2, dim=1, balanced=True)
+    with pytest.raises(RunError, match="into 4 equal chunks"):
+        own_part(torch.zeros(1, 6, 2), cut, 0)
+
+
+def test_arguments_are_cut_where_the_layout_says() -> None:
+    """A table whose gradient is wanted is cut and gathered, what each rank uses whole gets the sum of gradients.
+
+    Both shrink by the number of ranks, over which the gradients of parameters will be averaged.
+    """
+    layouts = {"0": (Layout(kind="S", dim=1),), "tables": (Layout(kind="S", dim=0), Layout(kind="R+"))}
+    layout = SequenceLayout(
+        unit_class="block", mode="ring", degree=2, balanced=True, arguments=layouts, activation="0", output_dim=1
+    )
+
+    def task(rank: ThreadRank) -> list[Tensor]:
+        table = torch.arange(8.0).requires_grad_()
+        other = torch.ones(3, requires_grad=True)
+        activation = torch.zeros(1, 4)
+        args, kwargs = local_arguments((activation,), {"tables": (table, other), "more": table}, layout, rank)
+        assert args[0] is activation
+        assert kwargs["more"] is table
+        part, whole = kwargs["tables"]
+        gradients = torch.autograd.grad((part * (rank.rank + 1)).sum() + whole.sum(), [table, other])
+        return [part.detach(), *gradients]
+
+    for rank, (part, of_table, of_other) in enumerate(on_ranks(2, task)):
+        assert part.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
+        assert of_table.tolist() == [0.5, 0.5, 1, 1, 1, 1, 0.5, 0.5]
+        assert of_other.tolist() == [1, 1, 1]

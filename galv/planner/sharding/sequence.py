@@ -228,7 +228,8 @@ def _attention_rules(node: Node, rank: int) -> Iterator[Rule]:
     """Attention of cut queries to cut keys exchanges; to whole keys it is local, unless a mask would have to be cut."""
     masks = (WHOLE,) * (len(node.inputs) - 3)
     queries = shard(rank - 2)
-    yield Rule((queries, queries, queries, *masks), queries, is_cut=True)
+    if rank == 4:
+        yield Rule((queries, queries, queries, *masks), queries, is_cut=True)
     if not masks and not _is_causal(node):
         yield Rule((queries, USED, USED), queries, is_cut=True)
     yield Rule((USED,) * len(node.inputs), USED)
