@@ -9,12 +9,16 @@ and nothing is summed. A value without a dim of samples is alike in all groups, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The collective that gathers into one tensor, by its newer name where torch has that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +112,7 @@ def gathered(part: Tensor, dim: int, peers: Peers) -> Tensor:
     # As bytes: not every backend knows every type.
     own = part.reshape(-1).view(torch.uint8)
     found = torch.empty((peers.size * own.numel(),), dtype=torch.uint8, device=part.device)
-    dist.all_gather_into_tensor(found, own, group=peers.group)
+    all_gather_single(found, own, group=peers.group)
     parts = found.view(part.dtype).view(peers.size, *part.shape)
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
