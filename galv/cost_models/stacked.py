@@ -19,8 +19,16 @@ from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_sec
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.unit import UnitCost, exposed_seconds
 from galv.cost_models.work import PhaseWork, Setting, UnitWork, unit_work
-from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, SequenceLayout, UnitFacts
-from galv.planner.plan import ExpertLayout, Recompute, SequenceMode, Strategy, TensorParallelLayout
+from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, UnitFacts
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    Recompute,
+    SequenceLayout,
+    SequenceMode,
+    Strategy,
+    TensorParallelLayout,
+)
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
 from galv.profiles.stack import StackProfile
@@ -64,7 +72,7 @@ class _KnownFacts:
         return Exclusion(f"{unit_class} was not captured at tp {degree} {sequence}")
 
     def sequence_layout(
-        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
     ) -> SequenceLayout | Exclusion:
         """None is known."""
         return Exclusion(f"{unit_class} was not captured at cp {degree} {mode} tp {tp}")

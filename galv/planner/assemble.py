@@ -13,12 +13,15 @@ from galv.planner.graph import ModelGraph, UnitRef
 from galv.planner.plan import (
     Alternative,
     Cluster,
+    ContextMode,
     Estimate,
     ExpertLayout,
     Model,
     Pipeline,
     Plan,
     SearchReport,
+    SequenceLayout,
+    SequenceMode,
     Stage,
     Strategy,
     TensorParallelLayout,
@@ -93,6 +96,7 @@ def plan_of(
         stages=tuple(Stage(units=tuple(_unit(ref, cost.strategy) for ref, cost in stage)) for stage in stages),
         layouts=_layouts(shared, strategies),
         experts=expert_layouts(graph, strategies),
+        sequence_layouts=_sequence_layouts(graph, strategies),
         estimate=found,
         alternatives=alternatives,
         search=search,
@@ -231,6 +235,20 @@ def expert_layouts(graph: ModelGraph, strategies: Iterable[tuple[str, Strategy]]
 
 def _layouts(shared: FactsPricer, strategies: Iterable[tuple[str, Strategy]]) -> tuple[TensorParallelLayout, ...]:
     """The placements of all (unit class, strategy) that have a tensor axis; alike ones once."""
-    keys = dict.fromkeys((name, strategy.tp, strategy.sequence) for name, strategy in strategies)
+    keys: dict[tuple[str, int, SequenceMode], None] = {}
+    for name, strategy in strategies:
+        keys[name, strategy.tp, "megatron" if strategy.sequence == "megatron" else "none"] = None
     found = (shared.layout(*key) for key in keys)
     return tuple(layout for layout in found if isinstance(layout, TensorParallelLayout))
+
+
+def _sequence_layouts(graph: ModelGraph, strategies: Iterable[tuple[str, Strategy]]) -> tuple[SequenceLayout, ...]:
+    """The cuts of the sequence of all (unit class, strategy) that have a context axis; alike ones once."""
+    found: dict[tuple[str, ContextMode, int], SequenceLayout] = {}
+    for name, strategy in strategies:
+        mode, degree = strategy.sequence, strategy.cp
+        if mode in ("ulysses", "ring") and (name, mode, degree) not in found:
+            layout = graph.source.sequence_layout(name, mode, degree, tp=strategy.tp)
+            assert isinstance(layout, SequenceLayout), "a strategy that does not exist has no price"
+            found[name, mode, degree] = layout
+    return tuple(found.values())

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
-from galv.planner.plan import ExpertLayout, InputSpec, SequenceMode, TensorParallelLayout
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    InputSpec,
+    SequenceLayout,
+    SequenceMode,
+    TensorParallelLayout,
+)
 
 OperatorKind = Literal["matmul", "attention", "memory", "view", "collective"]
 Phase = Literal["forward", "backward"]
@@ -157,14 +164,6 @@ class Exclusion:
     reason: str
 
 
-class SequenceLayout(NamedTuple):
-    """How a block's activation is cut along the sequence over a context axis of its own."""
-
-    mode: SequenceMode
-    """`ulysses` or `ring`."""
-    degree: int
-
-
 class FactsSource(Protocol):
     """Where facts come from: the tracer, or a fixed table in tests."""
 
@@ -189,7 +188,7 @@ class FactsSource(Protocol):
         ...
 
     def sequence_layout(
-        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
     ) -> SequenceLayout | Exclusion:
         """The cut of the sequence over `degree` ranks, each with a tensor axis of `tp`, or why there is none."""
         ...

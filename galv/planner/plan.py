@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from galv.planner.layout import ContextMode as ContextMode
 from galv.planner.layout import ExpertLayout as ExpertLayout
 from galv.planner.layout import ExpertsModule as ExpertsModule
 from galv.planner.layout import Frozen as Frozen
@@ -20,6 +21,8 @@ from galv.planner.layout import Layout as Layout
 from galv.planner.layout import LocalArgument as LocalArgument
 from galv.planner.layout import ModuleLayout as ModuleLayout
 from galv.planner.layout import Redistribution as Redistribution
+from galv.planner.layout import SequenceCut as SequenceCut
+from galv.planner.layout import SequenceLayout as SequenceLayout
 from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
@@ -401,6 +404,8 @@ class Plan(Frozen):
     """One for each (unit class, degree, sequence mode) that the units use with tp > 1."""
     experts: tuple[ExpertLayout, ...] = ()
     """One for each unit class that units use with ep > 1."""
+    sequence_layouts: tuple[SequenceLayout, ...] = ()
+    """One for each (unit class, degree, sequence mode) that the units use with cp > 1."""
     estimate: Estimate
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
@@ -444,8 +449,14 @@ class Plan(Frozen):
 
     def layout_of(self, unit: Unit) -> TensorParallelLayout | None:
         """The placements of `unit` on the tensor axis, None at tp 1."""
-        key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
+        mode = "megatron" if unit.strategy.sequence == "megatron" else "none"
+        key = (unit.unit_class, unit.strategy.tp, mode)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
+
+    def sequence_layout_of(self, unit: Unit) -> SequenceLayout | None:
+        """How `unit` is cut along the sequence, None at cp 1."""
+        key = (unit.unit_class, unit.strategy.cp, unit.strategy.sequence)
+        return next((x for x in self.sequence_layouts if (x.unit_class, x.degree, x.mode) == key), None)
 
     def experts_of(self, unit: Unit) -> ExpertLayout | None:
         """Where the experts of `unit` are, None at ep 1."""

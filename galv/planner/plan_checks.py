@@ -61,19 +61,31 @@ def _units(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name}: {strategy} covers {strategy.num_devices} devices of {per_stage}"
         if plan.training.stack == "galv":
             yield from _not_run(unit)
+            yield from _context(plan, unit)
 
 
 def _not_run(unit: Unit) -> Iterator[str]:
     """What of a unit's strategy the runtime cannot run."""
     strategy = unit.strategy
-    if strategy.cp > 1:
-        yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
     if strategy.ep > 1 and strategy.cp > 1:
         yield f"unit {unit.name}: galv does not run expert parallelism beside a context axis ({strategy})"
     if strategy.ep > 1 and strategy.dp_shard % strategy.ep and strategy.ep % strategy.dp_shard:
         yield f"unit {unit.name}: ep {strategy.ep} neither divides dp_shard {strategy.dp_shard} nor is a multiple of it"
     if strategy.offload:
         yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
+
+
+def _context(plan: Plan, unit: Unit) -> Iterator[str]:
+    """What is wrong with a unit's context axis."""
+    strategy = unit.strategy
+    if strategy.cp == 1:
+        return
+    if not unit.is_block:
+        yield f"unit {unit.name}: cp {strategy.cp}; only repeated blocks have their sequence cut over a context axis"
+    elif strategy.sequence not in ("ulysses", "ring"):
+        yield f"unit {unit.name}: cp {strategy.cp} with sequence {strategy.sequence!r}; it needs 'ulysses' or 'ring'"
+    elif plan.sequence_layout_of(unit) is None:
+        yield f"unit {unit.name}: no sequence layout for {strategy.sequence} over {strategy.cp} ranks"
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -90,6 +102,9 @@ def _layouts(plan: Plan) -> Iterator[str]:
     twice = repeated((layout.unit_class, layout.degree, layout.sequence) for layout in plan.layouts)
     if twice is not None:
         yield f"layouts: two layouts for {twice}"
+    twice = repeated((layout.unit_class, layout.degree, layout.mode) for layout in plan.sequence_layouts)
+    if twice is not None:
+        yield f"sequence_layouts: two layouts for {twice}"
     seen = set()  # units of one class have as many modules, and so the same names within them
     for unit in plan.units():
         key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence, len(unit.modules))

@@ -1,4 +1,4 @@
-"""Writes files so that no reader ever finds a half of one."""
+"""Plans as files: written so that no reader ever finds a half of one, and refused in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_whole(text: str, path: str | Path) -> None:
 
 
 def check_version(text: str, version: int) -> None:
-    """Nothing where `text` is JSON of an object of that schema version. Raises ValueError saying what it is."""
+    """Nothing when `text` is JSON of that schema version. Raises ValueError saying what it is instead."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

@@ -10,16 +10,17 @@ uses it, from redistributed inputs; it never changes its form.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from galv.errors import ModelError
-from galv.planner.plan import Layout, Plan, Redistribution, Unit
+from galv.planner.plan import Layout, Plan, Redistribution, SequenceCut, Strategy, Unit
 from galv.runtime.mesh import Meshes
 from galv.runtime.randomness import Streams
+from galv.runtime.sequence_parallel import to_part, to_whole
 from galv.runtime.sized_glue import SizedGlue
 from galv.runtime.tensor_parallel import REPLICATED, activation_argument, redistributor
 
@@ -37,16 +38,34 @@ class Form:
     """On the tensor axis."""
     tp: int = 1
     """The ranks of the tensor axis, where it is cut."""
+    sequence: SequenceCut | None = None
+    """On the context axis; whole for None. It never is cut on both axes."""
+    strategy: Strategy = field(default=Strategy(), compare=False)
+    """Whose context axis that is."""
 
     @property
     def is_cut(self) -> bool:
-        return self.layout.kind == "S"
+        return self.layout.kind == "S" or self.sequence is not None
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """(dim, number of parts) of what is cut."""
+        if self.sequence is not None:
+            return self.sequence.dim, self.sequence.degree
+        assert self.layout.dim is not None, f"{self.layout} is a cut"
+        return self.layout.dim, self.tp
 
     @classmethod
-    def of(cls, unit: Unit) -> Form:
+    def of(cls, unit: Unit, plan: Plan) -> Form:
         """The form of the activation that a unit takes and gives."""
-        cut = unit.activation.kind == "S"
-        return cls(unit.strategy.dp, unit.activation, unit.strategy.tp if cut else 1)
+        cut, sequence = unit.activation.kind == "S", plan.sequence_layout_of(unit)
+        return cls(
+            unit.strategy.dp,
+            unit.activation,
+            unit.strategy.tp if cut else 1,
+            None if sequence is None else sequence.activation_cut,
+            unit.strategy,
+        )
 
 
 def with_borders(
@@ -103,7 +122,7 @@ class _Borders:
             forms[node] = Form(unit.strategy.dp)
             source, value = _whole(node), node.meta.get("val")
             if source.op == "call_module" and isinstance(value, Tensor) and value.is_floating_point():
-                forms[node] = Form.of(unit)
+                forms[node] = Form.of(unit, self.plan)
             elif position is not None and (form := _common_form(node, forms)) is not None:
                 forms[node] = form
         return forms
@@ -146,7 +165,7 @@ class _Borders:
         leads = activation_argument(args, kwargs, _is_tensor, _is_floating)
 
         def taken(key: int | str, value: Any) -> Any:
-            form = Form.of(unit) if key == leads else Form(unit.strategy.dp)
+            form = Form.of(unit, self.plan) if key == leads else Form(unit.strategy.dp)
             return fx.map_arg(value, lambda source: self._in_form(source, form, position))
 
         return tuple(taken(i, x) for i, x in enumerate(args)), {key: taken(key, x) for key, x in kwargs.items()}
@@ -174,7 +193,7 @@ class _Borders:
         batch_dim = self.glue.batch_dim(node) if moves else None
         if moves and batch_dim is None:
             self._check_mean(node)
-        step = _step(self.meshes, source, target, batch_dim, varies=node in self.varying)
+        step = redistribution(self.meshes, source, target, batch_dim, varies=node in self.varying)
         copy = self.graph.call_function(step, (self.made[node, source],))
         self._describe(copy, node, target, position)
 
@@ -182,9 +201,8 @@ class _Borders:
         """Notes what `copy`, which has the value of `node` in `form`, is on one rank."""
         value = self.glue.value(node, self.plan.samples_at(form.degree))
         if value is not None and form.is_cut:
-            dim = form.layout.dim
-            assert dim is not None, f"{form.layout} is a cut"
-            value = value.narrow(dim, 0, value.shape[dim] // form.tp)
+            dim, parts = form.cut
+            value = value.narrow(dim, 0, value.shape[dim] // parts)
         copy.meta.update(val=value, grad=node.meta.get("grad", False), **{UNIT: position})
         self.made[node, form] = copy
 
@@ -197,19 +215,25 @@ class _Borders:
             )
 
 
-def _step(
-    meshes: Meshes | None, source: Form, target: Form, batch_dim: int | None, *, varies: bool
+def redistribution(
+    meshes: Meshes | None, source: Form, target: Form, batch_dim: int | None = None, *, varies: bool = True
 ) -> Callable[[Tensor], Tensor]:
     """What brings a value from one form to another on this rank: whole, then to the other samples, then cut."""
 
     def redistribute(value: Tensor) -> Tensor:
         assert meshes is not None, "only a graph with meshes runs"
-        if source.is_cut:
+        if source.sequence is not None and source.sequence == target.sequence and source.degree == target.degree:
+            return value
+        if source.sequence is not None:
+            value = to_whole(value, source.sequence, meshes.context(source.strategy))
+        if source.layout.kind == "S":
             change = Redistribution(source=source.layout, target=REPLICATED)
             value = redistributor(meshes.tensor(source.tp))(value, change)
         if source.degree != target.degree:
             value = meshes.move(source.degree, target.degree)(value, batch_dim, varies=varies)
-        if target.is_cut:
+        if target.sequence is not None:
+            value = to_part(value, target.sequence, meshes.context(target.strategy))
+        if target.layout.kind == "S":
             change = Redistribution(source=REPLICATED, target=target.layout)
             value = redistributor(meshes.tensor(target.tp))(value, change)
         return value

@@ -88,7 +88,7 @@ def uses_ddp(plan: Plan) -> bool:
 
 def uses_fsdp(plan: Plan, unit: Unit) -> bool:
     """Whether `fully_shard` runs `unit`; where neither it nor DDP does, there is nothing to reduce or cast."""
-    return not uses_ddp(plan) and (unit.strategy.dp > 1 or plan.training.precision != "fp32")
+    return not uses_ddp(plan) and (unit.strategy.dp * unit.strategy.cp > 1 or plan.training.precision != "fp32")
 
 
 def uses_traced_forward(plan: Plan) -> bool:

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from galv.errors import RunError, UsageError
 from galv.planner.plan import Plan, Strategy
 from galv.runtime.regroup import Move, Peers
+from galv.runtime.sequence_parallel import ContextRanks
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "tp")
 """Of the same ranks, with those of the data axes apart that share experts."""
 
@@ -31,10 +32,11 @@ class Meshes:
         self._device_type, self._num_stages = device_type, plan.pipeline.degree
         self._world, self._per_stage = plan.num_devices, plan.num_devices // plan.pipeline.degree
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._meshes: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         # All now, and in the plan's order: no rank may make groups that others do not.
         for unit in plan.units():
             self.of(unit.strategy)
+            self.context(unit.strategy)
             if unit.strategy.ep > 1:
                 self.experts(unit.strategy)
         for degree in plan.data_degrees:
@@ -43,24 +45,23 @@ class Meshes:
             self.move(source, target)
 
     def of(self, strategy: Strategy) -> DeviceMesh:
-        """The mesh of a unit with axes `AXES`."""
-        degrees = (self._num_stages, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp)
-        return self._mesh(AXES, degrees)
+        """The mesh of a unit's parameters, axes `AXES`; ranks of a context axis are data-parallel ones there."""
+        strategy = without_context(strategy)
+        return self._mesh(AXES, (self._num_stages, strategy.dp_replicate, strategy.dp_shard, strategy.tp))
 
     def experts(self, strategy: Strategy) -> DeviceMesh:
-        """The mesh of a unit's experts with axes `EXPERT_AXES`: `ep` neighbouring data-parallel ranks share them."""
+        """The mesh of a unit's experts, axes `EXPERT_AXES`: `ep` neighbouring data-parallel ranks share them."""
         shard = max(strategy.dp_shard // strategy.ep, 1)
         replicate = strategy.dp // (shard * strategy.ep)
         return self._mesh(EXPERT_AXES, (self._num_stages, replicate, shard, strategy.ep, strategy.tp))
 
     def _mesh(self, axes: tuple[str, ...], degrees: tuple[int, ...]) -> DeviceMesh:
-        if (axes, degrees) not in self._meshes:
+        if degrees not in self._meshes:
             strides = [math.prod(degrees[axis + 1 :]) for axis in range(len(degrees))]
             groups = [self._group(size, stride) for size, stride in zip(degrees, strides, strict=True)]
             ranks = torch.arange(self._world).view(degrees)
-            mesh = DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=axes)
-            self._meshes[axes, degrees] = mesh
-        return self._meshes[axes, degrees]
+            self._meshes[degrees] = DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=axes)
+        return self._meshes[degrees]
 
     def expert_data(self, strategy: Strategy) -> DeviceMesh:
         """The ranks that hold the same experts of a unit, for `fully_shard`; see `data`."""
@@ -70,11 +71,15 @@ class Meshes:
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The data axes of a unit, for `fully_shard`: dp_shard alone, or with dp_replicate where there are replicas."""
         mesh = self.of(strategy)
-        return mesh["dp_replicate", "dp_shard"] if strategy.dp_replicate > 1 else mesh["dp_shard"]
+        return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+    def context(self, strategy: Strategy) -> ContextRanks:
+        """The context axis of a unit."""
+        return ContextRanks(self._group(strategy.cp, strategy.tp), self._device_type)
 
     def tensor(self, degree: int) -> DeviceMesh:
         """The tensor axis of units with that degree."""
-        return next(mesh for (_, degrees), mesh in self._meshes.items() if degrees[-1] == degree)["tp"]
+        return next(mesh for degrees, mesh in self._meshes.items() if degrees[-1] == degree)["tp"]
 
     # -- the pipeline axis
 
@@ -123,6 +128,17 @@ class Meshes:
         own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
         assert own is not None, "every rank is in one of them"
         return own
+
+
+def without_context(strategy: Strategy) -> Strategy:
+    """The strategy as parameters see it: ranks of the context axis are further data-parallel ranks.
+
+    What is sharded is sharded over these as well.
+    """
+    axis = "dp_shard" if strategy.zero else "dp_replicate"
+    sequence = strategy.sequence if strategy.cp == 1 else "none"
+    degrees = {"cp": 1, axis: getattr(strategy, axis) * strategy.cp}
+    return strategy.model_copy(update={**degrees, "sequence": sequence})
 
 
 def join_world(plan: Plan, device: str | torch.device | None) -> torch.device:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from galv.errors import ModelError, UnknownName
-from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
+from galv.planner.plan import Layout, Plan, Unit, absolute_name
 from galv.runtime import data_parallel
-from galv.runtime.borders import with_borders
+from galv.runtime.borders import Form, redistribution, with_borders
 from galv.runtime.data_parallel import GradientSync, Group
 from galv.runtime.expert_parallel import apply_expert_parallel, shard_experts
 from galv.runtime.loss import Targets, shifts_labels
@@ -27,6 +27,7 @@ from galv.runtime.randomness import Randomness, ShardRegions, Streams, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
+from galv.runtime.sequence_parallel import apply_sequence_parallel
 from galv.runtime.sized_glue import Glue, sized
 from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
 from galv.runtime.ties import Ties
@@ -73,6 +74,7 @@ def parallelize(
             _materialize(here, unit, materializer)
             # Before recompute, so that recomputing moves between layouts as the first time did.
             _tensor_parallel(here, unit)
+            _sequence_parallel(here, unit)
             _expert_parallel(here, unit)
             # Inside data parallelism, so that the parameters gathered for backward serve recomputing too.
             _recompute(here, unit)
@@ -217,6 +219,13 @@ def _expert_parallel(here: _Here, unit: Unit) -> None:
     here.sync.add(shard_experts(modules, data, strategy.zero, precision, strategy.ep), strategy.zero)
 
 
+def _sequence_parallel(here: _Here, unit: Unit) -> None:
+    layout = here.plan.sequence_layout_of(unit)
+    if layout is not None:
+        (block,) = unit.modules
+        apply_sequence_parallel(here.module(block), layout, here.meshes.context(unit.strategy), here.device)
+
+
 def _aliases(name: str, plan: Plan) -> tuple[str, ...]:
     """All names of the parameter called `name`."""
     return next((group for group in plan.model.tied if name in group), (name,))
@@ -257,13 +266,13 @@ def _convert_borders(here: _Here) -> None:
     if isinstance(here.stage, StageModule):
         return
     for before, unit in pairwise(here.units):
-        if before.activation != unit.activation:
-            mesh = here.meshes.tensor(unit.strategy.tp)
-            change = Redistribution(source=before.activation, target=unit.activation)
+        source, target = (Form.of(each, here.plan) for each in (before, unit))
+        if source != target:
+            change = redistribution(here.meshes, source, target)
             if unit.is_block:
-                convert_input(here.module(unit.modules[0]), change, mesh)
+                convert_input(here.module(unit.modules[0]), change)
             else:  # the head has no one module that takes the activation: what gives it changes it
-                convert_output(here.module(before.modules[0]), change, mesh)
+                convert_output(here.module(before.modules[0]), change)
 
 
 def _finished(here: _Here, targets: Targets) -> ParallelModule:

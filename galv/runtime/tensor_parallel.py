@@ -221,24 +221,22 @@ def _tracked(redistribute: Redistribute, regions: ShardRegions) -> Redistribute:
     return tracked
 
 
-def convert_input(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:
+def convert_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Makes `module` take its activation in another layout than it computes in."""
-    redistribute = redistributor(mesh)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return with_activation(args, kwargs, lambda tensor: redistribute(tensor, change))
+        return with_activation(args, kwargs, change)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def convert_output(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:
+def convert_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Makes `module` give its activation in another layout than it computes in."""
-    redistribute = redistributor(mesh)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (redistribute(output[0], change), *output[1:])
-        return redistribute(output, change)
+            return (change(output[0]), *output[1:])
+        return change(output)
 
     module.register_forward_hook(after)
 

@@ -21,7 +21,7 @@ from galv.planner.capture.device import meta_as
 from galv.planner.capture.operators import tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.trace import Recorder
-from galv.planner.graph import Exclusion, Operator
+from galv.planner.graph import Exclusion
 from galv.planner.plan import ExpertLayout, ExpertsModule
 
 # ----------------------------------------------------------------------------------------------- where they are
@@ -175,7 +175,7 @@ class _Even:
     """The route of evenly routed rows, as its collectives are recorded."""
 
     def __init__(self, rows_each: Tensor, num_rows: int, recorder: Recorder) -> None:
-        _record(recorder, rows_each)
+        recorder.record_collective("all_to_all", rows_each, "expert")
         self.experts = rows_each.new_empty(num_rows)
         self._recorder = recorder
 
@@ -192,26 +192,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, recorder: Recorder) -> Tensor:
         ctx.recorder = recorder
-        _record(recorder, rows)
+        recorder.record_collective("all_to_all", rows, "expert")
         return torch.empty_like(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0].contiguous()
-        _record(ctx.recorder, gradient)
+        ctx.recorder.record_collective("all_to_all", gradient, "expert")
         return torch.empty_like(gradient), None
-
-
-def _record(recorder: Recorder, rows: Tensor) -> None:
-    recorder.record(
-        Operator(
-            name="all_to_all",
-            kind="collective",
-            phase=recorder.phase,
-            module=recorder.modules[-1] if recorder.modules else "",
-            dtype=str(rows.dtype).removeprefix("torch."),
-            bytes_read=rows.numel() * rows.element_size(),
-            collective="all_to_all",
-            axis="expert",
-        )
-    )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galv.planner.capture.operators import describe, storage_key, tensors_in
-from galv.planner.graph import Operator, Phase
+from galv.planner.graph import Axis, CollectiveKind, Operator, Phase
 
 
 class Timeline:
@@ -165,9 +165,19 @@ class Recorder(TorchDispatchMode):
                 self.trace = self.stretch_of(node._sequence_nr())
         return self.trace
 
-    def record(self, operator: Operator) -> None:
-        """Adds an operator that is no aten call: a collective."""
+    def record_collective(self, kind: CollectiveKind, full: Tensor, axis: Axis) -> None:
+        """Adds an operator that is no aten call: a collective over `axis` that has `full` to move."""
         if self.trace is not None:
+            operator = Operator(
+                name=kind,
+                kind="collective",
+                phase=self.phase,
+                module=self.modules[-1] if self.modules else "",
+                dtype=str(full.dtype).removeprefix("torch."),
+                bytes_read=full.numel() * full.element_size(),
+                collective=kind,
+                axis=axis,
+            )
             self.trace.operators.append(operator)
 
     # -- saved tensors

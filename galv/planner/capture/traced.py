@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +22,14 @@ from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.trace import Recorder
-from galv.planner.graph import Exclusion, SequenceLayout, UnitFacts
+from galv.planner.graph import Exclusion, UnitFacts
 from galv.planner.plan import (
+    ContextMode,
     ExpertLayout,
     Layout,
     ModuleLayout,
     Redistribution,
+    SequenceLayout,
     SequenceMode,
     TensorParallelLayout,
     absolute_name,
@@ -53,6 +56,21 @@ class ClassPlace:
     """The stand-in of a module that is not traced."""
 
 
+class Layouts(NamedTuple):
+    """What one rank is of: the layouts on the tensor, context and expert axes, None where an axis has one rank."""
+
+    tensor: TensorParallelLayout | None
+    sequence: SequenceLayout | None
+    experts: tuple[ExpertLayout, int] | None = None
+    """Those that are shared out, and over how many ranks."""
+
+    def text(self, exclude: set[str] | None = None) -> str:
+        """The same for equal layouts, `exclude` left out of the one on the tensor axis."""
+        tensor = "" if self.tensor is None else self.tensor.model_dump_json(exclude=exclude)
+        experts = "" if self.experts is None else f"ep{self.experts[1]}"
+        return tensor + ("" if self.sequence is None else self.sequence.model_dump_json()) + experts
+
+
 class TracedFacts:
     """The `FactsSource` of a captured model."""
 
@@ -61,11 +79,12 @@ class TracedFacts:
     ) -> None:
         self.skeleton, self.source, self.dtype, self.places = skeleton, source, dtype, places
         self._runs: dict[int, SkeletonRun] = {}
-        self._exact: dict[tuple[str, str, int, int], UnitFacts] = {}
-        self._facts: dict[tuple[str, str, int, int], UnitFacts] = {}
+        self._exact: dict[tuple[str, str, int], UnitFacts] = {}
+        self._facts: dict[tuple[str, str, int], UnitFacts] = {}
         self._samples: dict[str, UnitSample] = {}
         self._lent_by_size: dict[int, dict[int, dict[int, int]]] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
+        self._sequence_layouts: dict[tuple[str, ContextMode, int, int], SequenceLayout | Exclusion] = {}
         self._experts: dict[str, ExpertLayout | Exclusion] = {}
 
     # -- questions
@@ -80,10 +99,10 @@ class TracedFacts:
         ep: int = 1,
     ) -> UnitFacts:
         """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
-        assert sequence is None, "no class has a sequence layout"
-        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch, ep)
+        layouts = Layouts(layout, sequence, None if ep == 1 else (self._experts_of(unit_class), ep))
+        key = (unit_class, layouts.text(), microbatch)
         if key not in self._facts:
-            self._facts[key] = self._found(unit_class, layout, microbatch, ep)
+            self._facts[key] = self._found(unit_class, layouts, microbatch)
         return self._facts[key]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
@@ -98,10 +117,20 @@ class TracedFacts:
         return self._layouts[key]
 
     def sequence_layout(
-        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
     ) -> SequenceLayout | Exclusion:
-        """The cut of the sequence over `degree` ranks, or why there is none."""
-        return Exclusion(f"{unit_class} is not captured with a sequence cut over {degree} ranks ({mode}, tp {tp})")
+        """The cut of the sequence over `degree` ranks, each with a tensor axis of `tp`, or why there is none."""
+        from galv.planner.sharding import find_sequence_layout  # it imports the sample type from here
+
+        place = self.places[unit_class]
+        if place.opaque is not None or not place.is_block:
+            return Exclusion(
+                f"{unit_class} is no repeated block that was traced; only those are cut along the sequence"
+            )
+        key = (unit_class, mode, degree, tp)
+        if key not in self._sequence_layouts:
+            self._sequence_layouts[key] = find_sequence_layout(self.sample(unit_class), mode, degree, tp=tp)
+        return self._sequence_layouts[key]
 
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         """Why the experts cannot be shared out over `degree` ranks; None where they can."""
@@ -136,6 +165,11 @@ class TracedFacts:
         if len(sample.calls) > 1:
             return Exclusion(f"{unit_class} runs more than once")
         return find_experts(unit_class, sample.modules[0][1], sample.calls[0], self.skeleton.device)
+
+    def _experts_of(self, unit_class: str) -> ExpertLayout:
+        found = self.expert_layout(unit_class)
+        assert not isinstance(found, Exclusion), found.reason
+        return found
 
     def sample(self, unit_class: str) -> UnitSample:
         """An example unit of the class with the calls that it receives."""
@@ -186,51 +220,33 @@ class TracedFacts:
         inputs, known = model_inputs(self.source, num_samples, self.dtype)
         return self.skeleton.run(inputs, known, emulate, stops_at_block=stops_at_block)
 
-    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int, ep: int) -> UnitFacts:
+    def _found(self, unit_class: str, layout: Layouts, microbatch: int) -> UnitFacts:
         if microbatch in (1, FEW, MANY):
-            return self._traced(unit_class, layout, microbatch, ep)
-        few, many = (self._traced(unit_class, layout, size, ep) for size in (FEW, MANY))
+            return self._traced(unit_class, layout, microbatch)
+        few, many = (self._traced(unit_class, layout, size) for size in (FEW, MANY))
         found = extended((FEW, few), (MANY, many), microbatch)
-        return self._traced(unit_class, layout, microbatch, ep) if found is None else found
+        return self._traced(unit_class, layout, microbatch) if found is None else found
 
-    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int, ep: int) -> UnitFacts:
+    def _traced(self, unit_class: str, layout: Layouts, num_samples: int) -> UnitFacts:
         place = self.places[unit_class]
-        key = (unit_class, _content(layout, place), num_samples, ep)
+        key = (unit_class, _content(layout, place), num_samples)
         if key not in self._exact:
-            experts = None if ep == 1 else (self._experts_of(unit_class), ep)
-            self._exact[key] = self._trace(place, layout, num_samples, experts)
+            self._exact[key] = self._trace(place, layout, num_samples)
         return self._exact[key]
 
-    def _experts_of(self, unit_class: str) -> ExpertLayout:
-        found = self.expert_layout(unit_class)
-        assert not isinstance(found, Exclusion), found.reason
-        return found
-
-    def _trace(
-        self,
-        place: ClassPlace,
-        layout: TensorParallelLayout | None,
-        num_samples: int,
-        experts: tuple[ExpertLayout, int] | None = None,
-    ) -> UnitFacts:
+    def _trace(self, place: ClassPlace, layout: Layouts, num_samples: int) -> UnitFacts:
         run = self.run(num_samples)
-        calls = [run.calls[i] for i in place.calls]
-        pieces = [(2 * call.before + 1, self._call_facts(place, call, layout, experts)) for call in calls]
-        local = run if place.calls or layout is None else self._local_run(place, layout, num_samples)
+        pieces = [(2 * run.calls[i].before + 1, self._call_facts(place, run.calls[i], layout)) for i in place.calls]
+        cut = None if place.calls else layout.tensor
+        local = run if cut is None else self._local_run(place, cut, num_samples)
         pieces += [(2 * i, self._stretch_facts(local, run, i, num_samples)) for i in place.stretches]
         return joined([facts for _, facts in sorted(pieces, key=lambda piece: piece[0])] or [NOTHING])
 
-    def _call_facts(
-        self,
-        place: ClassPlace,
-        call: BlockCall,
-        layout: TensorParallelLayout | None,
-        experts: tuple[ExpertLayout, int] | None,
-    ) -> UnitFacts:
+    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: Layouts) -> UnitFacts:
         if place.opaque is not None:
             return _opaque_facts(place.opaque, call)
         block = self.skeleton.model.get_submodule(call.name)
-        facts = block_facts(block, _module_call(call), self.skeleton.device, layout, experts)
+        facts = block_facts(block, _module_call(call), self.skeleton.device, *layout)
         # An input of the model is there anyway, whoever saves it.
         return replace(facts, input_bytes=0, input_is_saved=False) if call.activation in call.given else facts
 
@@ -296,11 +312,9 @@ def _module_call(call: BlockCall) -> ModuleCall:
     return ModuleCall("", call.args, call.kwargs, call.activation)
 
 
-def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
+def _content(layout: Layouts, place: ClassPlace) -> str:
     """What of a layout makes a difference to the trace: around the blocks, the sequence mode does not."""
-    if layout is None or place.opaque is not None:
-        return ""
-    return layout.model_dump_json(exclude=None if place.calls else {"sequence"})
+    return "" if place.opaque is not None else layout.text(None if place.calls else {"sequence"})
 
 
 def _stored(part: ModuleLayout) -> Iterator[Layout]:

@@ -22,12 +22,14 @@ from galv.planner.sharding.factors import (
 Reader = Callable[[Builder, fx.Node], Factors]
 
 
-def factors_of(node: fx.Node) -> Factors:
+def factors_of(node: fx.Node, *, divides_rows: bool = False) -> Factors:
     """The correspondence of dims in an aten call whose nodes carry their values in `meta["val"]`.
 
     An operator that is neither in the table nor tagged as pointwise by torch is opaque: its tensors stay whole.
+    `divides_rows`: products may be cut along samples and sequence, for the axis sums the gradients of weights.
     """
     build = Builder.of(node)
+    build.divides_rows = divides_rows
     reader = _READERS.get(operator_name(node))
     if reader is not None:
         return reader(build, node)
@@ -165,10 +167,10 @@ def einsum(build: Builder, node: fx.Node) -> Factors:
 def _rows(build: Builder, shape: Sequence[int]) -> Dims:
     """The dims of a left operand before the summed one, where the right operand is one matrix.
 
-    The first two are a batch and a sequence. They stay whole: to cut them is data parallelism, with the weight's
-    gradient to be summed, and a plan has other axes for that.
+    The first two are a batch and a sequence. On the tensor axis they stay whole: to cut them is data or context
+    parallelism, with the weight's gradient to be summed, and a plan has other axes for that.
     """
-    return build.fresh(shape[:-1], fixed=(0, 1))
+    return build.fresh(shape[:-1], fixed=() if build.divides_rows else (0, 1))
 
 
 def _product(
