@@ -19,6 +19,7 @@ from galv.context_parallel import to_part as to_part
 from galv.context_parallel import to_whole as to_whole
 from galv.planner.plan import SequenceLayout
 from galv.runtime.randomness import ShardRegions
+from galv.runtime.regroup import Peers, gathered
 
 
 class ContextRanks:
@@ -55,11 +56,7 @@ class ContextRanks:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather along a new dim 0."""
-        whole = tensor.new_empty((self.size, *tensor.shape))
-        # As bytes: not every backend knows every type.
-        own = tensor.contiguous().reshape(-1).view(torch.uint8)
-        dist.all_gather_into_tensor(whole.reshape(-1).view(torch.uint8), own, group=self._group)
-        return whole
+        return gathered(tensor.unsqueeze(0), 0, Peers(self._group, self.size))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce, in place."""
