@@ -22,6 +22,7 @@ from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName,
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
+from galv.schedules import virtual_stages_of
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,18 @@ def stack_layout(cluster: ClusterProfile, layout: Layout, extras: StackExtras, r
     sequence = layout.sequence or ("megatron" if layout.tp > 1 else "none")
     setting = setting_for(request, tp=layout.tp, sequence=sequence, dp=dp, pp=layout.pp, num_microbatches=rounds)
     zero = layout.zero if dp * extras.context > 1 else 0
+    return StackLayout(setting, zero, layout.recompute, _schedule(layout, extras), extras)
+
+
+def _schedule(layout: Layout, extras: StackExtras) -> ScheduleName:
+    """The schedule asked for; 1F1B of several chunks a rank is interleaved 1F1B. Raises UsageError for others."""
+    v = extras.virtual_stages
     schedule = "none" if layout.pp == 1 else layout.schedule or "1f1b"
-    return StackLayout(setting, zero, layout.recompute, schedule, extras)
+    if schedule == "1f1b" and v > 1:
+        return "interleaved"
+    if v not in virtual_stages_of(schedule):
+        raise UsageError(f"the schedule {schedule} does not run {v} chunks of the model on each pipeline rank")
+    return schedule
 
 
 def plan_of(
