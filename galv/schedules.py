@@ -1,7 +1,7 @@
 """Pipeline schedules as orders of operations: what each pipeline rank runs, one after the other.
 
-The runtime runs these orders and the cost models time them, so what is priced is what runs. A pipeline rank holds one or
-more chunks of the model, numbered along the model. An operation is the forward of a chunk for a microbatch, its whole
+The runtime runs these orders and the cost models time them, so what is priced is what runs. A pipeline rank holds one
+or more chunks of the model, numbered along it. An operation is the forward of a chunk for a microbatch, its whole
 backward, or, where a schedule splits it, the part of backward that makes the input's gradient (`input`) and the part
 that makes the weights' (`weight`).
 
@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from galv.planner.plan import Pipeline, ScheduleName
+from galv.planner.plan import Pipeline, ScheduleName, virtual_stages_of
 
 Kind = Literal["forward", "backward", "input", "weight"]
+
+SPLIT: frozenset[ScheduleName] = frozenset({"zb-h1", "zbv"})
+"""Schedules that split backward."""
 
 
 class Operation(NamedTuple):
@@ -62,13 +65,6 @@ def rank_of_chunk(schedule: ScheduleName, num_ranks: int, chunk: int) -> int:
     if schedule == "zbv" and chunk >= num_ranks:
         return 2 * num_ranks - 1 - chunk
     return chunk % num_ranks
-
-
-def virtual_stages_of(schedule: ScheduleName) -> range:
-    """How many chunks of the model each rank may hold under `schedule`."""
-    if schedule == "interleaved":
-        return range(2, 2**31)
-    return range(2, 3) if schedule == "zbv" else range(1, 2)
 
 
 def executed_schedule(schedule: ScheduleName, num_stages: int, num_microbatches: int) -> ScheduleName:
@@ -133,7 +129,7 @@ def _zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterato
 
 
 def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual_stages: int) -> Iterator[Operation]:
-    """Interleaved 1F1B: microbatches go through a rank's chunks in groups, of which each rank is some forwards ahead."""
+    """Interleaved 1F1B: microbatches go through a rank's chunks in groups; ranks run some forwards ahead."""
     p, v = num_ranks, virtual_stages
     groups = list(_groups(p, num_microbatches))
     forwards = [(chunk, i) for group in groups for chunk in range(v) for i in group]
@@ -182,8 +178,9 @@ class _Rule:
     def __init__(self, num_ranks: int, num_microbatches: int) -> None:
         self._num_microbatches, self._most_held = num_microbatches, 2 * num_ranks
         self._shape = Orders("zbv", ((),) * num_ranks, 2 * num_ranks)
+        kinds: tuple[Kind, ...] = ("input", "forward", "weight")
         self._next = [
-            {(kind, chunk): 0 for kind in ("input", "forward", "weight") for chunk in (2 * num_ranks - 1 - rank, rank)}
+            {(kind, chunk): 0 for kind in kinds for chunk in (2 * num_ranks - 1 - rank, rank)}
             for rank in range(num_ranks)
         ]
         """The microbatch that comes next, of each kind and chunk."""

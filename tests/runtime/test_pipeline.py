@@ -16,6 +16,7 @@ from galv.planner.plan import Plan, ScheduleName, Strategy
 from galv.runtime.loss import Targets, loss_of, microbatch_weights, weighted
 from galv.runtime.pipeline import StageModule, build_stage
 from galv.runtime.schedule import PipelineRunner
+from galv.schedules import Operation, orders
 from tests.distributed_pool import Pool
 from tests.plans import MODELS, hand_made_plan, leaves, random_batch
 
@@ -180,8 +181,8 @@ def train_alone(
 
 def train_stage(
     name: str, cut: tuple[int, ...], schedule: ScheduleName, num_microbatches: int, steps: int = STEPS
-) -> tuple[list[float], dict[str, Tensor], list[bool]]:
-    """Losses, this stage's final weights, and what it was told ahead of each backward of the last step."""
+) -> tuple[list[float], dict[str, Tensor], list[tuple[Operation, bool]]]:
+    """Losses, this stage's final weights, and what it was told ahead of each operation of the last step."""
     model = MODELS[name]()
     plan = hand_made_plan(
         model, stages=cut, schedule=schedule, num_microbatches=num_microbatches, global_batch=2 * num_microbatches
@@ -190,8 +191,8 @@ def train_stage(
     if stage.tied_copies:  # a copy is made equal to the first stage's weight, whatever it was
         with torch.no_grad():
             stage.get_parameter("lm_head.weight").zero_()
-    told: list[bool] = []
-    runner = PipelineRunner(stage, plan, dist.group.WORLD, CPU, told.append)
+    told: list[tuple[Operation, bool]] = []
+    runner = PipelineRunner([stage], plan, dist.group.WORLD, CPU, lambda *given: told.append(given))
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.3, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -225,11 +226,13 @@ def test_pipeline_trains_as_one_device(
     losses, _, weights = train_alone(MODELS[name](), 2 * num_microbatches)
     results = pool.run(train_stage, len(cut), name, cut, schedule, num_microbatches)
     seen = set()
-    for stage_losses, stage_weights, told in results:
+    for rank, (stage_losses, stage_weights, told) in enumerate(results):
         torch.testing.assert_close(stage_losses, losses, rtol=1e-4, atol=0)
         for key, value in stage_weights.items():
             torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
-        assert told == [False] * (num_microbatches - 1) + [True]
+        assert [operation for operation, _ in told] == list(orders(schedule, len(cut), num_microbatches).ranks[rank])
+        lasts = [last for operation, last in told if operation.kind == "backward"]
+        assert lasts == [False] * (num_microbatches - 1) + [True]
         seen |= stage_weights.keys()
     assert seen == {key for key in weights if "rotary" not in key}
 
@@ -239,7 +242,7 @@ def accumulate_twice() -> list[bool]:
     model = MODELS["gpt2"]()
     plan = hand_made_plan(model, stages=(2, 3), schedule="1f1b", num_microbatches=2, global_batch=4)
     stage = stages_of(model, plan)[dist.get_rank()]
-    runner = PipelineRunner(stage, plan, dist.group.WORLD, CPU)
+    runner = PipelineRunner([stage], plan, dist.group.WORLD, CPU)
     batch, weights = random_batch(4, 0), torch.tensor([0.25, 0.75])
     runner.step(batch, weights)
     once = [parameter.grad.clone() for parameter in stage.parameters()]
@@ -258,7 +261,7 @@ def train_behind_a_frozen_stage() -> list[tuple[str, Tensor | None]]:
     model.get_input_embeddings().requires_grad_(False)
     plan = hand_made_plan(model, stages=(1, 2, 2), schedule="1f1b", num_microbatches=4, global_batch=4)
     stage = stages_of(model, plan)[dist.get_rank()]
-    PipelineRunner(stage, plan, dist.group.WORLD, CPU).step(random_batch(4, 0), torch.full((4,), 0.25))
+    PipelineRunner([stage], plan, dist.group.WORLD, CPU).step(random_batch(4, 0), torch.full((4,), 0.25))
     return [(name, parameter.grad) for name, parameter in stage.named_parameters()]
 
 
@@ -273,7 +276,7 @@ def refuse_bad_batches_on_the_last_stage() -> list[str]:
     model = MODELS["llama"]()
     plan = hand_made_plan(model, stages=(2, 3), schedule="gpipe", num_microbatches=2)
     rank = dist.get_rank()
-    runner = PipelineRunner(stages_of(model, plan)[rank], plan, dist.group.WORLD, CPU)
+    runner = PipelineRunner([stages_of(model, plan)[rank]], plan, dist.group.WORLD, CPU)
     messages: list[str] = []
     if rank == 0:
         return messages

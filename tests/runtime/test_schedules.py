@@ -1,0 +1,75 @@
+"""Interleaved and zero-bubble pipelines train as one device does, in the order that is priced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galv.planner.plan import Plan, Recompute, ScheduleName, Strategy
+from galv.runtime.schedule import PipelineRunner
+from galv.runtime.weight_gradients import WeightGradients
+from galv.schedules import Operation, orders_of
+from tests.distributed_pool import Pool
+from tests.layouts import gpt2_layouts, llama_layouts
+from tests.plans import MODELS, hand_made_plan
+from tests.runtime.training import assert_equal_training, parallelize_tiny, train_alone, train_in_parallel
+
+ONE, TP = Strategy(), Strategy(tp=2)
+LAYOUTS = {"llama": llama_layouts(2, "none"), "gpt2": gpt2_layouts(2, "none")}
+
+
+def sharded(zero: int, recompute: Recompute = "none") -> Strategy:
+    """Two data-parallel groups at a ZeRO level."""
+    if zero == 0:
+        return Strategy(dp_replicate=2, recompute=recompute)
+    return Strategy(dp_shard=2, zero=zero, recompute=recompute)
+
+
+def plan_for(
+    name: str, schedule: ScheduleName, stages: tuple[int, ...], strategy: Strategy, num_microbatches: int
+) -> Plan:
+    """Of a tiny model; chunks of as many units as `stages` says."""
+    virtual = {"interleaved": len(stages) // 2, "zbv": 2}.get(schedule, 1)
+    return hand_made_plan(
+        MODELS[name](),
+        strategy,
+        stages=stages,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        global_batch=2 * num_microbatches,
+        virtual_stages=virtual,
+        layouts=LAYOUTS[name] if strategy.tp > 1 else (),
+    )
+
+
+CASES = [
+    ("llama", "interleaved", (2, 1, 1, 1), ONE, 4),
+    ("llama-deep", "interleaved", (1, 2, 1, 1, 1, 1), ONE, 5),
+    ("gpt2", "interleaved", (1, 1, 2, 1), sharded(2), 3),
+    ("gpt2", "interleaved", (1, 1, 2, 1), TP, 4),
+    ("llama", "interleaved", (1, 1, 2, 1), sharded(3, "full"), 4),
+    ("gpt2", "zb-h1", (2, 1, 2), ONE, 4),
+    ("gpt2", "zb-h1", (3, 2), sharded(0), 4),
+    ("llama", "zb-h1", (2, 3), sharded(1), 3),
+    ("llama-tied", "zb-h1", (2, 3), sharded(2, "selective"), 3),
+    ("llama", "zb-h1", (2, 3), sharded(3), 4),
+    ("gpt2", "zb-h1", (2, 3), TP, 4),
+    ("gpt2", "zbv", (1, 2, 1, 1), ONE, 5),
+    ("gpt2", "zbv", (1, 2, 1, 1), sharded(3), 4),
+    ("llama", "zbv", (2, 1, 1, 1), sharded(2), 3),
+    ("llama-tied", "zbv", (1, 2, 1, 1), sharded(3, "full"), 4),
+    ("llama", "zbv", (1, 1, 2, 1), TP, 4),
+    ("llama", "zbv", (1, 1, 2, 1), ONE, 1),
+]
+
+
+@pytest.mark.parametrize("name, schedule, stages, strategy, num_microbatches", CASES, ids=str)
+def test_trains_as_one_device(
+    pool: Pool, name: str, schedule: ScheduleName, stages: tuple[int, ...], strategy: Strategy, num_microbatches: int
+) -> None:
+    """Losses, gradient norms and all weights, with uneven chunks and any number of microbatches."""
+    plan = plan_for(name, schedule, stages, strategy, num_microbatches)
+    ranks = pool.run(train_in_parallel, plan.num_devices, name, plan, "sgd")
+    assert_equal_training(train_alone(name, "sgd", plan.training.global_batch), ranks)
