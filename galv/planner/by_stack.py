@@ -28,8 +28,8 @@ from galv.planner.plan import (
     Strategy,
     Training,
     Unit,
-    virtual_stages_of,
 )
+from galv.planner.plan_checks import virtual_stages_of
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile

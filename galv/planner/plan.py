@@ -235,25 +235,12 @@ class Training(Frozen):
     """The software that the estimate is for."""
 
 
-def virtual_stages_of(schedule: ScheduleName) -> range:
-    """How many chunks of the model each pipeline rank may hold under `schedule`."""
-    if schedule == "interleaved":
-        return range(2, MAX_DEVICES + 1)
-    return range(2, 3) if schedule == "zbv" else range(1, 2)
-
-
 class Pipeline(Frozen):
     """`virtual_stages` model chunks on each of `degree` pipeline ranks, run in the order of `schedule`."""
 
     degree: Devices = 1
     schedule: ScheduleName = "none"
     virtual_stages: Devices = 1
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Pipeline:
-        if self.virtual_stages not in virtual_stages_of(self.schedule):
-            raise ValueError(f"schedule {self.schedule!r} does not run virtual_stages {self.virtual_stages}")
-        return self
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Positions among the plan's stages of the chunks that a pipeline rank holds, ascending.

@@ -51,7 +51,7 @@ SURFACE = {
         "--dot",
         "--json",
     },
-    "show": {"PLAN.JSON", "--json"},
+    "show": {"PLAN.JSON", "--json", "--timeline"},
     "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
 }
 
