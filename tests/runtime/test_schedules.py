@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from galv.planner.plan import Plan, Recompute, ScheduleName, Strategy
+from galv.runtime import transfers
 from tests.distributed_pool import Pool
 from tests.layouts import gpt2_layouts, llama_layouts
 from tests.plans import MODELS, hand_made_plan
@@ -36,6 +41,20 @@ def plan_for(
         virtual_stages=virtual,
         layouts=LAYOUTS[name] if strategy.tp > 1 else (),
     )
+
+
+def groups_of_directions() -> list[list[int]]:
+    """The ranks of the groups for messages up and down, as they are made for NCCL."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with patch.object(transfers.dist, "get_backend", lambda group: "nccl"):
+        up, down = transfers.directions(mesh, "pp")
+    assert up is not down
+    return [dist.get_process_group_ranks(group) for group in (up, down)]
+
+
+def test_each_direction_has_a_group(pool: Pool) -> None:
+    """Under NCCL, ranks that both send first must not share a communicator."""
+    assert pool.run(groups_of_directions, 4) == [[[0, 2]] * 2, [[1, 3]] * 2] * 2
 
 
 CASES = [
