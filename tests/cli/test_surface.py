@@ -52,7 +52,30 @@ SURFACE = {
         "--json",
     },
     "show": {"PLAN.JSON", "--json", "--timeline"},
-    "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
+    "diff": {"A.JSON", "B.JSON", "--json"},
+    "sweep": {
+        "MODEL",
+        "--cluster",
+        "--global-batch",
+        "--seq-len",
+        "--precision",
+        "--optimizer",
+        "--inputs",
+        "--price",
+        "--csv",
+        "--plot",
+        "--json",
+    },
+    "run": {
+        "PLAN.JSON",
+        "SCRIPT ARGS",
+        "--steps",
+        "--nproc",
+        "--seed",
+        "--rdzv-endpoint",
+        "--print-command",
+        "--slurm",
+    },
 }
 
 
