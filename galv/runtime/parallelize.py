@@ -22,7 +22,7 @@ from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
-from galv.runtime.pipeline import StageModule, build_stage
+from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
 from galv.runtime.randomness import Randomness, ShardRegions, Streams, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.replicas import Replicas
@@ -31,6 +31,8 @@ from galv.runtime.sequence_parallel import apply_sequence_parallel
 from galv.runtime.sized_glue import Glue, sized
 from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
 from galv.runtime.ties import Ties
+from galv.runtime.transfers import directions
+from galv.schedules import SPLIT, Operation
 
 
 def parallelize(
@@ -63,11 +65,19 @@ def parallelize(
     place = join_world(plan, device)
     meshes = Meshes(plan, place.type)
     streams = _streams(plan, meshes, place, seed)
-    # From here on there is only this rank's stage; where its forward is traced, with all changes of form in it.
-    here = _Here(plan, meshes, place, streams, *_held(_stage(model, plan, glue, meshes, streams, place)))
+    chunks = _chunks(model, plan, glue, meshes, streams, place)
     # Every rank still has the whole model, on whatever device.
     broadcast_weights(model, place)
-    materializer = Materializer(model, here.ties, seed=seed, device=place, weights=weights)
+    # All before the first changes the model.
+    sources = [Materializer(model, here.ties, seed=seed, device=place, weights=weights) for here in chunks]
+    separate_copies([here.stage for here in chunks if isinstance(here.stage, StageModule)])
+    for here, source in zip(chunks, sources, strict=True):
+        _apply(here, source)
+    return _finished(chunks, Targets(shifts_labels(model), targets))
+
+
+def _apply(here: _Here, materializer: Materializer) -> None:
+    """Makes one chunk of the model what the plan says, unit by unit."""
     for group in here.groups:
         for unit in group.units:
             # The unit is whole for a moment; each step after the first keeps this rank's part of it only.
@@ -78,6 +88,7 @@ def parallelize(
             _expert_parallel(here, unit)
             # Inside data parallelism, so that the parameters gathered for backward serve recomputing too.
             _recompute(here, unit)
+            _put_off(here, unit)
         _shard(here, group)
     # What no unit holds: buffers.
     materializer.fill(here.stage, "")
@@ -88,17 +99,18 @@ def parallelize(
         _draw(here, unit)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
-    return _finished(here, Targets(shifts_labels(model), targets))
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What is known about this rank while its part of the model is made."""
+    """What is known about one chunk of this rank while it is made: the rank's whole part of the model, or a stage."""
 
+    index: int
+    """Which of the plan's stages it is."""
     plan: Plan
     meshes: Meshes
-    device: torch.device
     streams: Streams
+    device: torch.device
     holder: nn.Module
     """Holds the stage as `model`, so that every module of the stage has a parent."""
     ties: Ties
@@ -111,7 +123,7 @@ class _Here:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return self.plan.stages[self.meshes.stage_index].units
+        return self.plan.stages[self.index].units
 
     @property
     def groups(self) -> list[Group]:
@@ -131,24 +143,26 @@ def _streams(plan: Plan, meshes: Meshes, device: torch.device, seed: int) -> Str
     return Streams(plan.data_parallel_degree, own)
 
 
-def _stage(
+def _chunks(
     model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, streams: Streams, device: torch.device
-) -> nn.Module:
-    """What this rank runs: the model itself, or a stage of its traced forward where that must be cut or resized."""
+) -> list[_Here]:
+    """This rank's chunks of the model, in its order: all of it, or stages of its traced forward where one is needed."""
     if not data_parallel.uses_traced_forward(plan):
-        return model
+        return [_here(0, plan, meshes, streams, device, model)]
     if glue is None:
         raise ModelError(
             "a plan with a pipeline, or with different data-parallel degrees, needs the model's traced forward (glue)"
         )
+    # All changes of form between units are in it.
     traced = with_borders(sized(glue, plan), plan, meshes, streams)
-    return build_stage(model, plan, traced, meshes.stage_index, device)
+    indices = plan.pipeline.stages_of_rank(meshes.stage_index)
+    return [_here(i, plan, meshes, streams, device, build_stage(model, plan, traced, i, device)) for i in indices]
 
 
-def _held(stage: nn.Module) -> tuple[nn.Module, Ties]:
+def _here(index: int, plan: Plan, meshes: Meshes, streams: Streams, device: torch.device, stage: nn.Module) -> _Here:
     holder = nn.Module()
     holder.add_module("model", stage)
-    return holder, Ties(stage)
+    return _Here(index, plan, meshes, streams, device, holder, Ties(stage))
 
 
 # ----------------------------------------------------------------------------------------------- checks
@@ -237,6 +251,18 @@ def _recompute(here: _Here, unit: Unit) -> None:
         apply_recompute(here.holder.get_submodule(parent), child, unit.strategy.recompute)
 
 
+def _put_off(here: _Here, unit: Unit) -> None:
+    """Lets schedules with a split backward make the unit's weight gradients later.
+
+    Not where it recomputes, which would happen twice then.
+    """
+    if here.plan.pipeline.schedule not in SPLIT or unit.strategy.recompute != "none":
+        return
+    assert isinstance(here.stage, StageModule), "only pipelines have schedules"
+    for name in unit.modules:
+        here.stage.weight_gradients.surround(here.module(name))
+
+
 def _shard(here: _Here, group: Group) -> None:
     if not data_parallel.uses_fsdp(here.plan, group.unit):
         return
@@ -275,7 +301,9 @@ def _convert_borders(here: _Here) -> None:
                 convert_output(here.module(before.modules[0]), change)
 
 
-def _finished(here: _Here, targets: Targets) -> ParallelModule:
+def _finished(chunks: list[_Here], targets: Targets) -> ParallelModule:
+    here = chunks[0]
+    stages = [chunk.stage for chunk in chunks if isinstance(chunk.stage, StageModule)]
     called: Callable[..., Any] = here.stage
     if data_parallel.uses_ddp(here.plan):
         called = replicas = Replicas(here.stage, here.meshes.data_group(here.plan.data_parallel_degree))
@@ -285,25 +313,30 @@ def _finished(here: _Here, targets: Targets) -> ParallelModule:
         meshes=here.meshes,
         device=here.device,
         sync=here.sync,
-        layouts=here.layouts,
-        copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
+        layouts={name: layout for chunk in chunks for name, layout in chunk.layouts.items()},
+        copies=frozenset().union(*(stage.tied_copies for stage in stages)),
         targets=targets,
         called=called,
         randomness=here.streams.main,
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
-        runner=_runner(here),
+        runner=_runner(chunks, stages),
     )
-    return ParallelModule(here.stage, parts)
+    return ParallelModule(side_by_side(stages) if stages else here.stage, parts)
 
 
-def _runner(here: _Here) -> PipelineRunner | None:
+def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner | None:
+    here, by_index = chunks[0], {chunk.index: chunk for chunk in chunks}
     if here.plan.pipeline.degree == 1:
         return None
-    assert isinstance(here.stage, StageModule), "a pipeline has stages"
-    return PipelineRunner(
-        here.stage,
-        here.plan,
-        here.meshes.pipeline_group,
-        here.device,
-        before_backward=lambda last: here.sync.prepare(last=last),
-    )
+
+    def before(operation: Operation, last: bool) -> None:
+        whole = operation.kind == "backward"
+        if operation.kind != "forward":
+            by_index[operation.chunk].sync.prepare(last=last and whole, whole=whole)
+
+    def after(operation: Operation, last: bool) -> None:
+        chunk = by_index[operation.chunk]
+        chunk.sync.finish(chunk.stage, last=last)
+
+    groups = directions(here.meshes.of(here.plan.stages[0].units[0].strategy), "pp")
+    return PipelineRunner(stages, here.plan, here.meshes.pipeline_group, here.device, before, after, groups)

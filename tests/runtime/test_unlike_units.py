@@ -68,6 +68,11 @@ MIXED: dict[str, tuple[str, list[Strategy], dict[str, Any]]] = {
         [TWO, tensor(2, 2, cut=True), tensor(2, 2, 2, cut=True), data(4, 3, recompute="full"), ONE],
         {"stages": (2, 3), "schedule": "1f1b", "num_microbatches": 2},
     ),
+    "zero bubbles": (
+        "llama",
+        [tensor(2), data(2, 2), tensor(2, cut=True), data(2, 3), tensor(2)],
+        {"stages": (1, 1, 1, 2), "schedule": "zbv", "virtual_stages": 2, "num_microbatches": 4},
+    ),
     "right at a border": (
         "llama",
         [tensor(2), tensor(2, cut=True), data(2, 2), tensor(2, cut=True), data(2)],
