@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from galv.cost_models.communication import Group, collective_seconds, mesh_group
 from galv.cost_models.compute import phase_seconds, unit_seconds
 from galv.cost_models.memory import ModelStates
+from galv.cost_models.weight_gradients import weight_seconds
 from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, SequenceLayout, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
@@ -100,6 +101,10 @@ class UnitCost:
     activation_bytes: float
     """Kept per microbatch in flight."""
     working_bytes: float
+    weight_seconds: float = 0.0
+    """The part of `backward_compute_seconds` that makes weight gradients and can run later."""
+    factor_bytes: float = 0.0
+    """Kept per microbatch while only that part is to be run."""
     working: WorkingBytes | None = None
     """The parts of `working_bytes`, where they are known."""
 
@@ -151,6 +156,8 @@ class PricedFacts:
     backward_sent_seconds: float
     again: dict[Recompute, tuple[float, float]]
     """(computation, exposed collectives) that recomputation adds to a backward pass."""
+    weight_seconds: dict[Recompute, float]
+    """The part of backward that makes weight gradients and can run later."""
 
     def kept_bytes(self, recompute: Recompute) -> float:
         """What recomputation leaves alive from forward to backward, the unit's input not counted."""
@@ -313,6 +320,7 @@ def _priced(facts: UnitFacts, degrees: Degrees, cluster: ClusterProfile) -> Pric
             "selective": (phase_seconds(repeated, cluster.device), resent),
             "full": (forward, sent),
         },
+        weight_seconds={level: weight_seconds(facts, level, cluster.device) for level in get_args(Recompute)},
     )
 
 

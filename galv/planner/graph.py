@@ -46,6 +46,8 @@ class Operator:
     `p2p` each, one message of keys and values, beside the attention of the same phase."""
     axis: Axis = "tensor"
     """For `collective`: the axis that it goes over."""
+    is_weight_gradient: bool = False
+    """Whether it is a matrix product in backward that makes a parameter's gradient: nothing waits for it."""
 
 
 @dataclass(frozen=True)

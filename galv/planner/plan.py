@@ -343,6 +343,8 @@ class StageEstimate(Frozen):
     """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
     backward_seconds: Figure = 0.0
     step_seconds: Figure = 0.0
+    weight_seconds: Figure = 0.0
+    """The part of `backward_seconds` that makes weight gradients and can run later."""
 
 
 class Estimate(Frozen):

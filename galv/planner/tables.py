@@ -218,6 +218,7 @@ def _option(costs: ClassCosts, i: int, j: int, layout: int) -> Option:
         activation_bytes=at["activation_bytes"],
         working_bytes=at["working_bytes"],
         layout=layout,
+        weight_seconds=at["weight"],
     )
 
 

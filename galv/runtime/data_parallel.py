@@ -104,6 +104,15 @@ def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: 
     return group
 
 
+def end_backward(stage: nn.Module) -> None:
+    """Has the units of `stage` do with gradients that came after backward's first part what they do after backward.
+
+    As torch's own pipeline schedules do, through the state of `fully_shard`: there is no public call for it.
+    """
+    if isinstance(stage, FSDPModule):
+        stage._get_fsdp_state()._root_post_backward_final_callback()
+
+
 class GradientSync:
     """Says to every unit what to do with its gradients in the microbatch to come."""
 
@@ -119,14 +128,15 @@ class GradientSync:
         """Takes charge of a replicated model."""
         self._replicas = replicas
 
-    def prepare(self, *, last: bool) -> None:
+    def prepare(self, *, last: bool, whole: bool = True) -> None:
         """Sets what the next forward and backward do; `last` when no other microbatch follows in this step.
 
-        With a pipeline, whose forwards run ahead, before each backward.
+        With a pipeline, whose forwards run ahead, before each backward. `whole` is False where that is the first part
+        of a split backward: nothing is reduced then.
         """
         if self._replicas is not None:
             self._replicas.reduces = last
         for group, zero in self._groups:
-            group.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+            group.set_requires_gradient_sync(whole and (last or zero >= 2), recurse=False)
             group.set_requires_all_reduce(last, recurse=False)
             group.set_reshard_after_backward(last or zero == 3, recurse=False)

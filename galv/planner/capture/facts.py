@@ -159,6 +159,7 @@ def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | Non
         _extended_attention(a, b, share),
         a.collective,
         a.axis,
+        a.is_weight_gradient,
     )
 
 
