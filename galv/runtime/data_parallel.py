@@ -104,15 +104,6 @@ def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: 
     return group
 
 
-def end_backward(stage: nn.Module) -> None:
-    """Has the units of `stage` do with gradients that came after backward's first part what they do after backward.
-
-    As torch's own pipeline schedules do, through the state of `fully_shard`: there is no public call for it.
-    """
-    if isinstance(stage, FSDPModule):
-        stage._get_fsdp_state()._root_post_backward_final_callback()
-
-
 class GradientSync:
     """Says to every unit what to do with its gradients in the microbatch to come."""
 
@@ -140,3 +131,19 @@ class GradientSync:
             group.set_requires_gradient_sync(whole and (last or zero >= 2), recurse=False)
             group.set_requires_all_reduce(last, recurse=False)
             group.set_reshard_after_backward(last or zero == 3, recurse=False)
+
+    def finish(self, stage: nn.Module, *, last: bool) -> None:
+        """Has the units of `stage` do with gradients that came after a split backward what they do after a whole one.
+
+        Twice, as FSDP2 reduces a unit's gradients together and those of the two parts may have come in two dtypes: at
+        first they are accumulated, in one.
+        """
+        if isinstance(stage, FSDPModule):
+            _end_backward(stage)
+            self.prepare(last=last)
+            _end_backward(stage)
+
+
+def _end_backward(root: FSDPModule) -> None:
+    """What FSDP2 does at the end of a backward; torch's pipeline schedules call the same, for want of a public way."""
+    root._get_fsdp_state()._root_post_backward_final_callback()

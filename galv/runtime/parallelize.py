@@ -288,12 +288,17 @@ def _finished(chunks: list[_Here], targets: Targets, seed: int) -> ParallelModul
 
 
 def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner:
-    here, syncs = chunks[0], {chunk.index: chunk.sync for chunk in chunks}
+    here, by_index = chunks[0], {chunk.index: chunk for chunk in chunks}
 
     def before(operation: Operation, last: bool) -> None:
+        whole = operation.kind == "backward"
         if operation.kind != "forward":
-            syncs[operation.chunk].prepare(last=last, whole=operation.kind != "input")
+            by_index[operation.chunk].sync.prepare(last=last and whole, whole=whole)
+
+    def after(operation: Operation, last: bool) -> None:
+        chunk = by_index[operation.chunk]
+        chunk.sync.finish(chunk.stage, last=last)
 
     mesh = here.meshes.base
-    group = mesh.get_group("pp")
-    return PipelineRunner(stages, here.plan, group, here.device, before, directions(mesh, "pp"))
+    groups = directions(mesh, "pp")
+    return PipelineRunner(stages, here.plan, mesh.get_group("pp"), here.device, before, after, groups)

@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galv.errors import UsageError
 from galv.planner.plan import Plan
-from galv.runtime.data_parallel import end_backward
 from galv.runtime.loss import weighted
 from galv.runtime.pipeline import StageModule
 from galv.runtime.tied_stages import TiedCopies
@@ -27,17 +26,20 @@ from galv.runtime.transfers import Directions, Transfers, taker_of, warm_up
 from galv.runtime.weight_gradients import Products
 from galv.schedules import Operation, orders_of, rank_of_chunk
 
-BeforeOperation = Callable[[Operation, bool], None]
-"""Called ahead of each operation with whether it is the last that makes weight gradients of its chunk in this step."""
+Told = Callable[[Operation, bool], None]
+"""Called with an operation and whether it is the last of its chunk in this step that makes weight gradients."""
 
 
 class PipelineRunner:
     """Runs the training steps of one rank's chunks together with the other pipeline ranks, which are `group`.
 
-    `step` returns when the gradients of all microbatches have been accumulated; `before` may choose for each microbatch
-    whether its gradients are reduced at once. Made when the chunks, which are in the order of the model, have their
-    weights in their final layout; tied weights on other chunks are made equal then. `directions` are the groups that
-    messages take, by default `group`, see `transfers.directions`.
+    `step` returns when the gradients of all microbatches have been accumulated. `before` is told of each operation
+    ahead of it, and may choose whether gradients are reduced at once; `after` is told of those that made gradients
+    outside of a backward, which nothing has reduced.
+
+    Made when the chunks, which are in the order of the model, have their weights in their final layout; tied weights on
+    other chunks are made equal then. `directions` are the groups that messages take, by default `group`, see
+    `transfers.directions`.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class PipelineRunner:
         plan: Plan,
         group: dist.ProcessGroup,
         device: torch.device,
-        before: BeforeOperation = lambda operation, last: None,
+        before: Told = lambda operation, last: None,
+        after: Told = lambda operation, last: None,
         directions: Directions | None = None,
     ) -> None:
-        self._group, self._device, self._before = group, device, before
+        self._group, self._device, self._before, self._after = group, device, before, after
         self._num_microbatches = plan.training.num_microbatches
         self._batch_dims = {spec.name: spec.batch_dim for spec in plan.model.inputs}
         self._orders, rank = orders_of(plan.pipeline, self._num_microbatches), dist.get_rank(group)
@@ -106,6 +109,7 @@ class PipelineRunner:
             made, loss = chunk.forward(i, taken, inputs, weights[i])
         elif kind == "weight":
             made = chunk.weight(i)
+            self._after(operation, operation in self._last)
         else:
             made = chunk.backward(i, taken, split=kind == "input")
         taker = taker_of(operation, self._orders)
@@ -200,7 +204,6 @@ class _Chunk:
     def weight(self, i: int) -> tuple[()]:
         """Nothing; accumulates the weight gradients of microbatch `i` that were put off."""
         self._products.pop(i).make()
-        end_backward(self.stage)
         return ()
 
 

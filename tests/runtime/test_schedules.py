@@ -81,3 +81,15 @@ def test_trains_as_one_device(
     plan = plan_for(name, schedule, stages, strategy, num_microbatches)
     ranks = pool.run(train_in_parallel, plan.num_devices, name, plan, "sgd")
     assert_equal_training(train_alone(name, "sgd", plan.training.global_batch), ranks)
+
+
+def test_half_precision_has_one_gradient_type(pool: Pool) -> None:
+    """In bf16 the gradients of both parts of backward are summed and reduced in fp32, as those of a whole one are."""
+    found = []
+    for schedule, stages in (("1f1b", (2, 3)), ("zb-h1", (2, 3)), ("zbv", (1, 2, 1, 1))):
+        plan = plan_for("gpt2", schedule, stages, sharded(2), 3)  # type: ignore[arg-type]
+        plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "bf16"})})
+        losses, norms, _ = pool.run(train_in_parallel, 4, "gpt2", plan, "sgd")[0]
+        found.append([*losses, *norms])
+    for values in found[1:]:
+        assert values == pytest.approx(found[0], rel=1e-4)
