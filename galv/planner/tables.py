@@ -248,6 +248,8 @@ def _numbers(shared: FactsPricer, candidate: Candidate, unit_class: str, costs: 
     )
     if candidate.outer.pp > 1:
         columns = [forward, backward, step, states, kept, working]
+        # What can run later is worth something to schedules that split backward.
+        columns += [-at["weight"]] if candidate.features.zero_bubble else []
     else:
         last = unit_class == shared.graph.units[-1].unit_class and _last_runs_alone(shared, candidate)
         held = [states, kept + working] if last else [states + kept, working]
