@@ -2,7 +2,8 @@
 
     states         masters, kept copies and optimizer state lie there throughout; a unit's gradients from its first
                    backward on
-    activations    rise by one unit's share with every forward of a microbatch and fall with its backward
+    activations    rise by one unit's share with every forward of a microbatch and fall with its backward; where a
+                   schedule puts weight gradients off, their factors stay until they are made
     working        only while a unit runs: temporaries of its operators (logits and loss among them), what is computed
                    again, its gathered parameters with those on their way, gradients in the making and being reduced
 
@@ -18,37 +19,45 @@ stage of as many microbatches as stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from galv.cost_models.pipeline import stage_order
-from galv.cost_models.unit import UnitCost, WorkingBytes
-from galv.planner.plan import ScheduleName
+from galv.cost_models.makespan import least_microbatches
+from galv.cost_models.unit import UnitCost
+from galv.planner.plan import Pipeline
+from galv.schedules import Kind, orders_of
 
-Phase = Literal["forward", "backward", "update"]
+MomentKind = Literal["forward", "backward", "input", "weight", "update"]
+Stages = Sequence[Sequence[UnitCost]]
+"""The units of each stage (model chunk) of one pipeline rank, in the order of the model."""
 
 
-class Moment(NamedTuple):
-    """An operation of a stage: what it does, and what is there when it begins."""
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """An operation of a rank: what it does, and what is there when it begins. Counts run over the rank's stages."""
 
-    phase: Phase
+    kind: MomentKind
+    stage: int
+    """Of the rank: 0 for its first."""
     microbatch: int
-    in_flight: int
-    """Microbatches whose activations are there, this one not counted."""
-    is_first: bool
-    """Whether no backward has run before."""
+    whole: tuple[int, ...]
+    """Microbatches whose activations are there, the operation's own not counted."""
+    factors: tuple[int, ...]
+    """Microbatches of which only weight gradients are to be made, the operation's own not counted."""
+    formed: tuple[bool, ...]
+    """Whether some backward has made gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
     """What one device holds while one unit works on one microbatch. Bytes; the allocator's and the context left out."""
 
-    phase: Phase
+    kind: MomentKind
     microbatch: int
     unit: int | None
-    """Position in the stage; None for the update."""
+    """Position among the rank's units; None for the update."""
     parameters_bytes: float
     gradients_bytes: float
     optimizer_bytes: float
@@ -57,28 +66,18 @@ class MemoryPoint:
 
     @property
     def total_bytes(self) -> float:
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.working_bytes
-        )
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.working_bytes
 
 
-def memory_timeline(
-    costs: Sequence[UnitCost], *, schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int
-) -> tuple[MemoryPoint, ...]:
-    """Every point of a step of one stage, whose units cost `costs` in order. Needs the parts of their working bytes."""
-    return tuple(_points(costs, _moments(schedule, stage, num_stages, num_microbatches)))
+def memory_timeline(stages: Stages, pipeline: Pipeline, rank: int, num_microbatches: int) -> tuple[MemoryPoint, ...]:
+    """Every point of a step of one pipeline rank, in order. The parts of its units' working bytes must be known."""
+    return tuple(_points(stages, _moments(pipeline, rank, num_microbatches)))
 
 
-def memory_peak(
-    costs: Sequence[UnitCost], *, schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int
-) -> MemoryPoint:
-    """The point of `memory_timeline` that holds most. O(units): equal moments are looked at once."""
-    moments = _distinct_moments(schedule, stage, num_stages, num_microbatches)
-    return max(_points(costs, moments), key=lambda point: point.total_bytes)
+def memory_peak(stages: Stages, pipeline: Pipeline, rank: int, num_microbatches: int) -> MemoryPoint:
+    """The point of `memory_timeline` that holds most. Moments that hold alike are looked at once."""
+    return max(_points(stages, _distinct_moments(pipeline, rank, num_microbatches)), key=lambda p: p.total_bytes)
 
 
 def summed_peak(costs: Sequence[UnitCost], in_flight: float) -> MemoryPoint:
@@ -98,65 +97,97 @@ def summed_peak(costs: Sequence[UnitCost], in_flight: float) -> MemoryPoint:
 
 # ----------------------------------------------------------------------------------------------- moments
 
+_CHANGES: dict[Kind, tuple[int, int, int, int]] = {
+    "forward": (0, 0, 1, 0),
+    "backward": (-1, 0, 0, 0),
+    "input": (-1, 0, 0, 1),
+    "weight": (0, -1, 0, 0),
+}
+"""Of each operation: what its begin and its end add to (whole, factors), begin first."""
 
-def _moments(schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int) -> Iterator[Moment]:
-    """The operations of a stage in order, and the update."""
-    in_flight, is_first = 0, True
-    for phase, microbatch in stage_order(schedule, stage, num_stages, num_microbatches):
-        in_flight -= phase == "backward"
-        yield Moment(phase, microbatch, in_flight, is_first)
-        in_flight += phase == "forward"
-        is_first = is_first and phase == "forward"
-    yield Moment("update", num_microbatches - 1, 0, is_first=False)
+
+def _moments(pipeline: Pipeline, rank: int, num_microbatches: int) -> Iterator[_Moment]:
+    """The operations of a rank in order, and the update."""
+    held = pipeline.stages_of_rank(rank)
+    whole, factors, formed = [0] * len(held), [0] * len(held), [False] * len(held)
+    for kind, chunk, microbatch in orders_of(pipeline, num_microbatches).ranks[rank]:
+        stage = held.index(chunk)
+        before = _CHANGES[kind]
+        whole[stage], factors[stage] = whole[stage] + before[0], factors[stage] + before[1]
+        yield _Moment(kind, stage, microbatch, tuple(whole), tuple(factors), tuple(formed))
+        whole[stage], factors[stage] = whole[stage] + before[2], factors[stage] + before[3]
+        formed[stage] = formed[stage] or kind != "forward"
+    none = (0,) * len(held)
+    yield _Moment("update", 0, num_microbatches - 1, none, none, (True,) * len(held))
 
 
 @lru_cache(maxsize=4096)
-def _distinct_moments(schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int) -> tuple[Moment, ...]:
-    """Of moments that differ in the microbatch or in how much is in flight, the fullest."""
-    fullest: dict[tuple[Phase, bool], Moment] = {}
-    # A schedule repeats itself once it alternates: a few more microbatches than stages show all that it does.
-    rounds = num_microbatches if schedule in ("none", "gpipe") else min(num_microbatches, 2 * num_stages + 2)
-    rounds = min(rounds, 3) if schedule == "none" else rounds
-    for moment in _moments(schedule, stage, num_stages, rounds):
-        key = (moment.phase, moment.is_first)
-        if key not in fullest or moment.in_flight > fullest[key].in_flight:
-            fullest[key] = moment
-    return tuple(fullest.values())
+def _distinct_moments(pipeline: Pipeline, rank: int, num_microbatches: int) -> tuple[_Moment, ...]:
+    """Of the moments of a step those that differ in more than the microbatch and than holding less."""
+    gpipe = pipeline.schedule == "gpipe"
+    rounds = (
+        min(num_microbatches, 3) if gpipe else least_microbatches(pipeline.schedule, pipeline.degree, num_microbatches)
+    )
+    over = num_microbatches - rounds if gpipe else 0  # that many more are in flight when most are
+    fullest: dict[tuple[object, ...], list[_Moment]] = {}
+    for moment in _moments(pipeline, rank, rounds):
+        fullest.setdefault((moment.kind, moment.stage, moment.formed), []).append(moment)
+    found = [kept for same in fullest.values() for kept in _fullest(same)]
+    return tuple(
+        replace(moment, whole=tuple(n + over for n in moment.whole)) if moment.kind != "update" else moment
+        for moment in found
+    )
+
+
+def _fullest(moments: Sequence[_Moment]) -> list[_Moment]:
+    """Those that no other exceeds in every count; of equal ones the first."""
+    counts = {(*m.whole, *m.factors): m for m in reversed(moments)}
+    return [
+        moment
+        for mine, moment in counts.items()
+        if not any(other != mine and all(x >= y for x, y in zip(other, mine, strict=True)) for other in counts)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------- points
 
 
-def _points(costs: Sequence[UnitCost], moments: Iterable[Moment]) -> Iterator[MemoryPoint]:
-    parameters = sum(cost.states.parameters_bytes for cost in costs)
-    optimizer = sum(cost.states.optimizer_bytes for cost in costs)
-    upto = list(accumulate(cost.activation_bytes for cost in costs))
-    formed = list(accumulate(cost.states.gradients_bytes for cost in reversed(costs)))[::-1]
+def _points(stages: Stages, moments: Iterable[_Moment]) -> Iterator[MemoryPoint]:
+    flat = [cost for stage in stages for cost in stage]
+    starts = list(accumulate((len(stage) for stage in stages), initial=0))
+    parameters = sum(cost.states.parameters_bytes for cost in flat)
+    optimizer = sum(cost.states.optimizer_bytes for cost in flat)
+    upto = [list(accumulate(cost.activation_bytes for cost in stage)) for stage in stages]
+    factors = [list(accumulate(cost.factor_bytes for cost in stage)) for stage in stages]
+    formed = [list(accumulate(cost.states.gradients_bytes for cost in reversed(stage)))[::-1] for stage in stages]
     for moment in moments:
-        if moment.phase == "update":
-            yield MemoryPoint("update", moment.microbatch, None, parameters, formed[0], optimizer, 0.0, 0.0)
+        gradients = sum(made[0] for made, is_there in zip(formed, moment.formed, strict=True) if is_there)
+        others = sum(n * held[-1] for n, held in zip(moment.whole, upto, strict=True))
+        others += sum(n * held[-1] for n, held in zip(moment.factors, factors, strict=True))
+        if moment.kind == "update":
+            yield MemoryPoint("update", moment.microbatch, None, parameters, gradients, optimizer, 0.0, 0.0)
             continue
-        order = range(len(costs)) if moment.phase == "forward" else range(len(costs) - 1, -1, -1)
-        for unit in order:
-            gradients: float = formed[0]
-            if moment.is_first:
-                gradients = formed[unit] if moment.phase == "backward" else 0.0
+        at, kind = moment.stage, moment.kind
+        own, costs = factors[at] if kind == "weight" else upto[at], stages[at]
+        for unit in range(len(costs)) if kind == "forward" else range(len(costs) - 1, -1, -1):
+            forming = formed[at][unit] if kind != "forward" and not moment.formed[at] else 0.0
             yield MemoryPoint(
-                moment.phase,
+                kind,
                 moment.microbatch,
-                unit,
+                starts[at] + unit,
                 parameters,
-                gradients,
+                gradients + forming,
                 optimizer,
-                moment.in_flight * upto[-1] + upto[unit],
-                _working_bytes(costs[unit], moment.phase),
+                others + own[unit],
+                _working_bytes(costs[unit], kind),
             )
 
 
-def _working_bytes(cost: UnitCost, phase: Phase) -> float:
+def _working_bytes(cost: UnitCost, kind: MomentKind) -> float:
     """Forward holds up to three copies of gathered parameters, backward two (`memory.gather_window_bytes`)."""
-    parts: WorkingBytes | None = cost.working
+    parts = cost.working
     assert parts is not None, "only galv's own runtime is known so well"
-    if phase == "forward":
+    if kind == "forward":
         return parts.forward_bytes + 3 * parts.gathered_bytes
-    return parts.backward_bytes + 2 * parts.gathered_bytes + parts.reduction_bytes
+    temporaries = 0.0 if kind == "weight" else parts.backward_bytes
+    return temporaries + 2 * parts.gathered_bytes + parts.reduction_bytes

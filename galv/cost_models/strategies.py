@@ -20,6 +20,7 @@ import numpy as np
 from galv.cost_models.data_parallel import DataCost, Sharing, data_cost
 from galv.cost_models.host import host_link_seconds
 from galv.cost_models.unit import Degrees, FactsPricer, Outer, PricedFacts, UnitCost, WorkingBytes, exposed_array
+from galv.cost_models.weight_gradients import factor_bytes
 from galv.planner.plan import Offload, Recompute, Strategy
 
 
@@ -55,6 +56,7 @@ FIGURES = (
     "backward_exposed",
     "step_exposed",
     "update",
+    "weight",
     "state_bytes",
     "activation_bytes",
     "working_bytes",
@@ -96,6 +98,8 @@ class ClassCosts:
             states=data.states,
             activation_bytes=at["activation_bytes"],
             working_bytes=at["working_bytes"],
+            weight_seconds=at["weight"],
+            factor_bytes=factor_bytes(priced.facts, level),
             working=WorkingBytes(
                 forward_bytes=priced.forward_working_bytes(level) + _in_transit(self.rows[row], priced, level),
                 backward_bytes=priced.backward_working_bytes(level) + _in_transit(self.rows[row], priced, level),
@@ -168,6 +172,7 @@ class _Times:
         self.forward, backward, self.forward_sent, backward_sent = (column[:, None] for column in own.T)
         self.backward = backward + again[:, :, 0]
         self.backward_sent = backward_sent + again[:, :, 1]
+        self.weight = np.array([[p.weight_seconds[level] for level in recomputes] for p in priced])
         self.copied = np.array([_copied_seconds(shared, r, p, recomputes) for r, p in zip(rows, priced, strict=True)])
         self.copy_slowdown = np.full((len(rows), 1), shared.cluster.device.overlap_slowdown)
 
@@ -198,6 +203,7 @@ class _Times:
             "backward_exposed": self.backward_sent + np.maximum(each_backward, self._copies(self.backward)),
             "step_exposed": step,
             "update": update + zero,
+            "weight": np.minimum(self.weight, self.backward),
         }
 
     def _exposed(self, compute: np.ndarray, communication: np.ndarray, slowdown: np.ndarray) -> np.ndarray:

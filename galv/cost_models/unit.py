@@ -19,12 +19,13 @@ from galv.cost_models.communication import Group, collective_seconds, mesh_group
 from galv.cost_models.compute import phase_seconds, unit_seconds
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.weight_gradients import weight_seconds
-from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, SequenceLayout, UnitFacts
+from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
     Precision,
     Recompute,
     ScheduleName,
+    SequenceLayout,
     SequenceMode,
     Strategy,
     TensorParallelLayout,
@@ -218,9 +219,12 @@ class FactsPricer:
             experts = self.graph.source.expert_exclusion(unit_class, degrees.ep, tp=degrees.tp)
             if experts is not None:
                 yield f"ep {degrees.ep}: {unit_class}: {experts.reason}"
+            if degrees.cp > 1:
+                yield f"ep {degrees.ep}: {unit_class}: experts are not shared out beside a context axis"
 
     def _sequence(self, unit_class: str, degrees: Degrees) -> SequenceLayout | Exclusion | None:
-        if degrees.cp == 1:
+        if degrees.sequence not in ("ulysses", "ring"):
+            assert degrees.cp == 1, degrees
             return None
         return self.graph.source.sequence_layout(unit_class, degrees.sequence, degrees.cp, tp=degrees.tp)
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from galv import __version__
-from galv.cost_models.estimate import estimate_plan, stage_memories, stages_step_seconds
-from galv.cost_models.pipeline import num_in_flight
+from galv.cost_models.estimate import estimate_plan, rank_memories, stages_step_seconds
 from galv.cost_models.unit import FactsPricer, Outer, UnitCost
 from galv.planner.graph import ModelGraph, UnitRef
 from galv.planner.plan import (
@@ -92,7 +91,7 @@ def plan_of(
             precision=request.precision,
             optimizer=request.optimizer,
         ),
-        pipeline=Pipeline(degree=outer.pp, schedule=outer.schedule, virtual_stages=outer.virtual_stages),
+        pipeline=pipeline_of(outer),
         stages=tuple(Stage(units=tuple(_unit(ref, cost.strategy) for ref, cost in stage)) for stage in stages),
         layouts=_layouts(shared, strategies),
         experts=expert_layouts(graph, strategies),
@@ -102,6 +101,11 @@ def plan_of(
         search=search,
         notes=graph.notes + ((EVEN_ROUTING,) if any(strategy.ep > 1 for _, strategy in strategies) else ()),
     )
+
+
+def pipeline_of(outer: Outer) -> Pipeline:
+    """The pipeline of a plan."""
+    return Pipeline(degree=outer.pp, schedule=outer.schedule, virtual_stages=outer.virtual_stages)
 
 
 def estimate(
@@ -159,12 +163,13 @@ def _with_transition(priced: PricedTable, before: Option | None, ref: UnitRef, o
 
 def binding_stage(priced: PricedTable, solution: Solution) -> tuple[str, ...]:
     """Where the memory goes in the fullest stage of `solution`, a line each."""
-    outer, stages = priced.candidate.outer, priced_units(priced, solution)
-    found = stage_memories(
-        [[cost for _, cost in stage] for stage in stages],
-        outer.schedule,
+    outer, chunks = priced.candidate.outer, priced_units(priced, solution)
+    pipeline = pipeline_of(outer)
+    stages = [[pair for i in pipeline.stages_of_rank(rank) for pair in chunks[i]] for rank in range(pipeline.degree)]
+    found = rank_memories(
+        [[[cost for _, cost in chunks[i]] for i in pipeline.stages_of_rank(rank)] for rank in range(pipeline.degree)],
+        pipeline,
         outer.num_microbatches,
-        [num_in_flight(outer.schedule, i, len(stages), outer.num_microbatches) for i in range(len(stages))],
         priced.pricer.cluster,
     )
     fullest = max(range(len(found)), key=lambda i: found[i].total_bytes)

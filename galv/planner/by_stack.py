@@ -74,13 +74,13 @@ class PricedStages:
 def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProfile, layout: StackLayout) -> float:
     """Seconds of a step of `layout` under `stack`, as `priced_stages` finds it, without all that it also says."""
     pricer = _pricer(library, cluster, stack, layout)
-    stages = _stages(_chunks(pricer, layout), layout)
     return stages_step_seconds(
-        stages,
+        _stages(_chunks(pricer, layout)),
         setting=layout.setting,
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
         virtual_stages=layout.extras.virtual_stages,
+        even=True,
         microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
         step_seconds=stack.step_seconds + _tied_seconds(library.graph, pricer),
     )
@@ -95,7 +95,7 @@ def priced_stages(
     pricer = _pricer(library, cluster, stack, layout)
     chunks = _chunks(pricer, layout)
     found = estimate_plan(
-        _stages(chunks, layout),
+        _stages(chunks),
         setting=layout.setting,
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
@@ -104,6 +104,7 @@ def priced_stages(
         tokens_per_step=request.global_batch * (request.seq_len or 1),
         model_flops=total_flops(graph, 1) * request.global_batch,
         virtual_stages=layout.extras.virtual_stages,
+        even=True,
         microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
         step_seconds=stack.step_seconds + _tied_seconds(graph, pricer),
     )
@@ -133,11 +134,9 @@ def _chunks(pricer: StackPricer, layout: StackLayout) -> list[Chunk]:
     return [tuple((unit, costs[unit.name]) for unit in graph.units[a:b]) for a, b in pairwise(starts)]
 
 
-def _stages(chunks: Sequence[Chunk], layout: StackLayout) -> list[list[UnitCost]]:
-    """The costs of every pipeline rank's units."""
-    pipeline = _pipeline(layout)
-    ranks = (pipeline.stages_of_rank(rank) for rank in range(pipeline.degree))
-    return [[cost for i in held for _, cost in chunks[i]] for held in ranks]
+def _stages(chunks: Sequence[Chunk]) -> list[list[UnitCost]]:
+    """The costs of every chunk's units."""
+    return [[cost for _, cost in chunk] for chunk in chunks]
 
 
 def _pipeline(layout: StackLayout) -> Pipeline:

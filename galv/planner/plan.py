@@ -2,7 +2,7 @@
 
 This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
 what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie, the training
-set-up that it was made for, its estimated cost, and the model that it is of. `planner` writes, `runtime` reads plans.
+set-up that it was made for, its estimated cost, and the model it belongs to. `planner` writes plans, `runtime` reads.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class MemoryBreakdown(Frozen):
     reserved_bytes: Bytes = 0
     """Not the model's: context, communication buffers, allocator slack."""
     context_bytes: Bytes = 0
-    """Of `reserved_bytes`, what torch's allocator does not count: context and communication buffers."""
+    """Of `reserved_bytes`, what torch's allocator does not count."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -319,7 +319,6 @@ class MemoryBreakdown(Frozen):
 
     @property
     def total_bytes(self) -> int:
-        """What is taken of the device."""
         return self.allocated_bytes + self.reserved_bytes
 
 

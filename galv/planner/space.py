@@ -180,7 +180,7 @@ def schedules(
     if num_microbatches < pp:
         return [("gpipe", 1)]
     found: list[tuple[ScheduleName, int]] = [("1f1b", 1), ("gpipe", 1)]
-    if features.interleaved and num_microbatches % pp == 0:
+    if features.interleaved:
         found += [("interleaved", chunks) for chunks in virtual_degrees(graph, pp)]
     if features.zero_bubble:
         found.append(("zb-h1", 1))

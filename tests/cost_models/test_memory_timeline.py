@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,7 +14,7 @@ from galv.cost_models.memory_timeline import memory_peak, memory_timeline, summe
 from galv.cost_models.pipeline import num_in_flight
 from galv.cost_models.strategies import Row, class_costs
 from galv.cost_models.unit import Degrees, FactsPricer, Outer, UnitCost
-from galv.planner.plan import Recompute, ScheduleName
+from galv.planner.plan import Pipeline, Recompute, ScheduleName
 from galv.profiles.cluster import load_cluster
 from tests.planner.decoder import decoder
 
@@ -42,10 +43,9 @@ places: st.SearchStrategy[Place] = st.one_of(
 def test_the_peak_is_the_maximum_of_the_timeline(place: Place, zero: int, levels: list[Recompute]) -> None:
     """Found without looking at every moment; and the search's sum never falls below it."""
     schedule, stage, num_stages, rounds = place
-    costs = blocks(levels, zero, rounds)
-    where = {"schedule": schedule, "stage": stage, "num_stages": num_stages, "num_microbatches": rounds}
-    timeline = memory_timeline(costs, **where)  # type: ignore[arg-type]
-    peak = memory_peak(costs, **where)  # type: ignore[arg-type]
+    costs, pipeline = blocks(levels, zero, rounds), Pipeline(degree=num_stages, schedule=schedule)
+    timeline = memory_timeline([costs], pipeline, stage, rounds)
+    peak = memory_peak([costs], pipeline, stage, rounds)
 
     assert peak.total_bytes == max(point.total_bytes for point in timeline)
     bound = summed_peak(costs, num_in_flight(schedule, stage, num_stages, rounds))
@@ -58,7 +58,7 @@ def test_the_sum_of_a_search_is_the_peak_of_equal_units(zero: int, place: Place)
     """Nothing is given away where all blocks of a stage are alike."""
     schedule, stage, num_stages, rounds = place
     costs = blocks(["none"] * 4, zero, rounds)
-    peak = memory_peak(costs, schedule=schedule, stage=stage, num_stages=num_stages, num_microbatches=rounds)
+    peak = memory_peak([costs], Pipeline(degree=num_stages, schedule=schedule), stage, rounds)
     bound = summed_peak(costs, num_in_flight(schedule, stage, num_stages, rounds))
 
     assert bound.total_bytes == pytest.approx(peak.total_bytes, rel=1e-9)
@@ -66,7 +66,7 @@ def test_the_sum_of_a_search_is_the_peak_of_equal_units(zero: int, place: Place)
 
 def test_activations_rise_forward_and_fall_backward() -> None:
     """One microbatch at a time on one stage: up unit by unit, down again, and nothing is left for the update."""
-    timeline = memory_timeline(blocks(["none"] * 3), schedule="none", stage=0, num_stages=1, num_microbatches=2)
+    timeline = memory_timeline([blocks(["none"] * 3)], Pipeline(), 0, 2)
     kept = [point.activations_bytes for point in timeline]
     each = kept[0]
 
@@ -75,7 +75,7 @@ def test_activations_rise_forward_and_fall_backward() -> None:
 
 def test_gradients_form_in_the_first_backward() -> None:
     """None before; then those of the units that have run backward; all from there on."""
-    timeline = memory_timeline(blocks(["none"] * 2, zero=0), schedule="none", stage=0, num_stages=1, num_microbatches=2)
+    timeline = memory_timeline([blocks(["none"] * 2, zero=0)], Pipeline(), 0, 2)
     gradients = [point.gradients_bytes for point in timeline]
     each = gradients[2]
 
@@ -84,6 +84,24 @@ def test_gradients_form_in_the_first_backward() -> None:
 
 def test_gpipe_is_fullest_when_the_last_forward_ends() -> None:
     """All microbatches are in flight before the first backward."""
-    peak = memory_peak(blocks(["none"] * 2), schedule="gpipe", stage=1, num_stages=4, num_microbatches=8)
+    peak = memory_peak([blocks(["none"] * 2)], Pipeline(degree=4, schedule="gpipe"), 1, 8)
 
-    assert (peak.phase, peak.unit, peak.microbatch) == ("backward", 1, 0)
+    assert (peak.kind, peak.unit, peak.microbatch) == ("backward", 1, 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]),
+    st.integers(0, 2),
+    st.integers(1, 30),
+)
+def test_the_peak_under_any_schedule(schedule: tuple[ScheduleName, int], rank: int, rounds: int) -> None:
+    """With several stages of unlike units on a rank, and weight gradients that are put off."""
+    name, chunks = schedule
+    pipeline = Pipeline(degree=3, schedule=name, virtual_stages=chunks)
+    rounds = 3 * rounds if name == "interleaved" else rounds + 2
+    stages = [blocks([level] * 2, 1, rounds) for level in LEVELS[:chunks]]
+    stages = [[replace(cost, factor_bytes=cost.activation_bytes / 3) for cost in stage] for stage in stages]
+
+    peak = memory_peak(stages, pipeline, rank, rounds)
+    assert peak.total_bytes == max(p.total_bytes for p in memory_timeline(stages, pipeline, rank, rounds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galv.planner.graph import (
     Axis,
@@ -111,7 +111,8 @@ class DecoderFacts:
             2 * tokens * width,
             shape,
         )
-        return [product] * times
+        later = [replace(product, is_weight_gradient=True)] if phase == "backward" else []
+        return [product] * (times - len(later)) + later
 
     def _collective(self, kind: CollectiveKind, num_bytes: float, phase: Phase, axis: Axis) -> Operator:
         return Operator(kind, "collective", phase, "", "bf16", bytes_read=num_bytes, collective=kind, axis=axis)

@@ -94,6 +94,27 @@ def test_offload_takes_bytes_from_the_device() -> None:
     assert there.step_seconds > here.step_seconds
 
 
+def test_every_schedule_is_priced() -> None:
+    """More chunks and split backwards leave less bubble than 1F1B; each rank has a peak of its own."""
+    graph = decoder(num_layers=16, hidden=2048)
+    plain, gpipe, interleaved, split, v_shaped = (
+        priced(graph, pp=4, **sizes)[1]
+        for sizes in (
+            {},
+            {"schedule": "gpipe"},
+            {"virtual_stages": 2},
+            {"schedule": "zb-h1"},
+            {"schedule": "zbv", "virtual_stages": 2},
+        )
+    )
+
+    assert interleaved.step_seconds < plain.step_seconds
+    assert split.step_seconds < plain.step_seconds
+    assert min(gpipe.peak_bytes) > max(plain.peak_bytes)
+    assert [len(found.stages) for found in (interleaved, v_shaped)] == [4, 4]
+    assert sum(len(stage.units) for stage in v_shaped.stages) == 18
+
+
 @pytest.mark.parametrize(
     "sizes, message",
     [
