@@ -12,12 +12,22 @@ from galv.planner.graph import (
     Operator,
     Parameter,
     Phase,
-    SequenceLayout,
     UnitClass,
     UnitFacts,
     UnitRef,
 )
-from galv.planner.plan import InputSpec, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    ExpertsModule,
+    InputSpec,
+    Layout,
+    ModuleLayout,
+    Redistribution,
+    SequenceLayout,
+    SequenceMode,
+    TensorParallelLayout,
+)
 
 VOCABULARY = 32000
 
@@ -44,13 +54,22 @@ class DecoderFacts:
         return TensorParallelLayout(unit_class=unit_class, degree=degree, sequence=sequence, modules=modules)
 
     def sequence_layout(
-        self, unit_class: str, mode: SequenceMode, degree: int, *, tp: int = 1
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
     ) -> SequenceLayout | Exclusion:
         if unit_class != "Block" or self.seq_len % (2 * degree):
             return Exclusion(f"{self.seq_len} tokens do not divide by {degree}")
         if mode == "ulysses" and self.num_heads % (tp * degree):
             return Exclusion(f"{self.num_heads} heads do not divide by {tp * degree}")
-        return SequenceLayout(mode, degree)
+        cut = {"0": (Layout(kind="S", dim=1),)}
+        return SequenceLayout(
+            unit_class=unit_class, mode=mode, degree=degree, arguments=cut, activation="0", output_dim=1
+        )
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        if unit_class != "Block" or not self.experts:
+            return Exclusion(f"{unit_class} has no experts")
+        module = ExpertsModule(module="", parameters=("weight",), tokens="0", choices="1", weights="2")
+        return ExpertLayout(unit_class=unit_class, num_experts=self.experts, modules=(module,))
 
     def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
         return Exclusion(f"{self.experts} experts") if self.experts % (degree * tp) else None
