@@ -5,15 +5,18 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from galv.planner.plan import Plan, Recompute, ScheduleName, Strategy
 from galv.runtime import transfers
+from galv.runtime.materialize import initialize
 from tests.distributed_pool import Pool
 from tests.layouts import gpt2_layouts, llama_layouts
 from tests.plans import MODELS, hand_made_plan
-from tests.runtime.training import assert_equal_training, train_alone, train_in_parallel
+from tests.runtime.training import assert_equal_training, parallelize_tiny, train_alone, train_in_parallel
 
 TP = Strategy(tp=2)
 LAYOUTS = {"llama": llama_layouts(2, "none"), "gpt2": gpt2_layouts(2, "none")}
@@ -93,3 +96,21 @@ def test_half_precision_has_one_gradient_type(pool: Pool) -> None:
         found.append([*losses, *norms])
     for values in found[1:]:
         assert values == pytest.approx(found[0], rel=1e-4)
+
+
+def first_weights(plan: Plan) -> dict[str, Tensor]:
+    """What a model on the meta device starts from."""
+    with torch.device("meta"):
+        model = MODELS["gpt2"]()
+    return parallelize_tiny(model, plan, seed=3).full_state_dict()
+
+
+def test_chunks_start_from_the_weights_of_one_device(pool: Pool) -> None:
+    """Drawn chunk by chunk, with a tied weight on two chunks of one rank."""
+    with torch.device("meta"):
+        model = MODELS["gpt2"]()
+    expected = initialize(model, seed=3).state_dict()
+    found, *_ = pool.run(first_weights, 2, plan_for("gpt2", "zbv", (1, 2, 1, 1), Strategy(), 2))
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
