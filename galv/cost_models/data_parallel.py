@@ -16,9 +16,9 @@ are shared out have their own, smaller groups of data ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
-from galv.cost_models.communication import Group, collective_seconds, mesh_group
 from galv.cost_models.compute import (
     CLIP_BYTES_PER_PARAMETER,
     UPDATE_BYTES_PER_PARAMETER,
@@ -27,6 +27,7 @@ from galv.cost_models.compute import (
 )
 from galv.cost_models.host import host_link_seconds, host_memory_seconds
 from galv.cost_models.memory import FP32_BYTES, ModelStates, gathered_bytes, gradient_window_bytes, model_states
+from galv.cost_models.network import Network
 from galv.cost_models.unit import Degrees, Outer, overlap_slowdown
 from galv.planner.graph import CollectiveKind
 from galv.planner.plan import Offload
@@ -78,7 +79,7 @@ def data_cost(
     sharing: Sharing,
     offload: tuple[Offload, ...],
     outer: Outer,
-    cluster: ClusterProfile,
+    network: Network,
     *,
     ddp: bool = False,
 ) -> DataCost:
@@ -87,11 +88,11 @@ def data_cost(
     `ddp` says that DistributedDataParallel runs the whole plan, which computes with the masters themselves.
     """
     total, experts = parameters
-    dense = _Part(total - experts, degrees, sharing, offload, outer, cluster, ddp)
+    dense = _Part(total - experts, degrees, sharing, offload, outer, network, ddp)
     parts = [dense]
     if experts:
         own = Degrees(degrees.tp, degrees.sequence, degrees.cp, degrees.ep)
-        parts.append(_Part(experts, own, sharing, offload, outer, cluster, ddp, is_expert=True))
+        parts.append(_Part(experts, own, sharing, offload, outer, network, ddp, is_expert=True))
     states = [part.states() for part in parts]
     return DataCost(
         forward_seconds=sum(part.forward_seconds() for part in parts),
@@ -119,7 +120,7 @@ class _Part:
     sharing: Sharing
     offload: tuple[Offload, ...]
     outer: Outer
-    cluster: ClusterProfile
+    network: Network
     ddp: bool
     is_expert: bool = False
 
@@ -129,14 +130,14 @@ class _Part:
     def _ep(self) -> int:
         return self.degrees.ep if self.is_expert else 1
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks that the states are cut over."""
         if not self.sharing.zero:
             return 1
         return self.degrees.cp * self.sharing.dp_shard // gcd(self._ep, self.sharing.dp_shard)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Ranks that hold the same shard."""
         return self.degrees.cp * self.sharing.dp // (self._ep * self.shards)
@@ -147,17 +148,9 @@ class _Part:
         return self.degrees.tp if self._ep == 1 else self.degrees.num_ranks * self._ep
 
     @property
-    def shard_group(self) -> Group:
-        return mesh_group(self.cluster, stride=self._stride, size=self.shards)
-
-    @property
-    def replica_group(self) -> Group:
-        return mesh_group(self.cluster, stride=self._stride * self.shards, size=self.replicas)
-
-    @property
     def slowdown(self) -> float:
-        group = self.shard_group if self.sharing.zero else self.replica_group
-        return overlap_slowdown(group, self.cluster.device)
+        size = self.shards if self.sharing.zero else self.replicas
+        return overlap_slowdown(self.network.group(stride=self._stride, size=size), self.cluster.device)
 
     # -- time
 
@@ -165,17 +158,21 @@ class _Part:
     def _owned(self) -> float:
         return self.parameters / self.shards
 
-    def _over(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
-        return collective_seconds(kind, num_bytes, group, self.cluster)
+    def _over_shards(self, kind: CollectiveKind, num_bytes: float) -> float:
+        return self.network.seconds(kind, num_bytes, stride=self._stride, size=self.shards)
+
+    @property
+    def cluster(self) -> ClusterProfile:
+        return self.network.cluster
 
     def _gather_seconds(self) -> float:
         """To have the parameters whole, from the host's memory where they lie there."""
-        gather = self._over("all_gather", self.gathered_bytes(), self.shard_group)
+        gather = self._over_shards("all_gather", self.gathered_bytes())
         return gather + (host_link_seconds(FP32_BYTES * self._owned, self.cluster) if self._on_host else 0.0)
 
     def _scatter_seconds(self) -> float:
         """To have the gradients reduced and cut, brought to the host's memory where they are to lie there."""
-        scatter = self._over("reduce_scatter", FP32_BYTES * self.parameters, self.shard_group)
+        scatter = self._over_shards("reduce_scatter", FP32_BYTES * self.parameters)
         return scatter + (host_link_seconds(FP32_BYTES * self._owned, self.cluster) if self._on_host else 0.0)
 
     @property
@@ -194,7 +191,10 @@ class _Part:
 
     def last_backward_seconds(self) -> float:
         scatter = self._scatter_seconds() if self.sharing.zero == 1 else 0.0
-        return scatter + self._over("all_reduce", FP32_BYTES * self._owned, self.replica_group)
+        between = self._stride * self.shards
+        return scatter + self.network.seconds(
+            "all_reduce", FP32_BYTES * self._owned, stride=between, size=self.replicas
+        )
 
     def update_seconds(self) -> float:
         """Where the optimizer's state is on the host, it updates there while gradients and parameters pass by."""

@@ -144,7 +144,7 @@ def _data_cost(shared: FactsPricer, unit_class: str, outer: Outer, row: Row, tie
     key = (parameters, row, outer.num_microbatches > 1, outer.precision, outer.optimizer, ddp)
     found = shared.data_costs.get(key)
     if found is None:
-        found = data_cost(parameters, row.degrees, row.sharing, row.offload, outer, shared.cluster, ddp=ddp)
+        found = data_cost(parameters, row.degrees, row.sharing, row.offload, outer, shared.network, ddp=ddp)
         shared.data_costs[key] = found
     return found
 

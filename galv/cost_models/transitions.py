@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from galv.cost_models.communication import collective_seconds, mesh_group
+from galv.cost_models.network import Network
 from galv.cost_models.unit import Degrees
-from galv.profiles.cluster import ClusterProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +39,21 @@ class ActivationLayout:
 
 
 def transition_seconds(
-    before: ActivationLayout, after: ActivationLayout, num_bytes: float, num_devices: int, cluster: ClusterProfile
+    before: ActivationLayout, after: ActivationLayout, num_bytes: float, num_devices: int, network: Network
 ) -> tuple[float, float]:
     """(forward, backward) seconds of a microbatch between a unit that gives `before` and one that takes `after`.
 
     `num_bytes` is the whole activation, of all data-parallel groups together, on the `num_devices` of a stage.
     """
-    return (
-        _seconds(before, after, num_bytes, num_devices, cluster),
-        _seconds(after, before, num_bytes, num_devices, cluster),
-    )
-
-
-def _seconds(
-    have: ActivationLayout, need: ActivationLayout, num_bytes: float, num_devices: int, cluster: ClusterProfile
-) -> float:
-    if have == need:
-        return 0.0
-    groups, wanted = num_devices // have.ranks, num_devices // need.ranks
+    if before == after:
+        return 0.0, 0.0
+    groups, wanted = num_devices // before.ranks, num_devices // after.ranks
     common = gcd(groups, wanted)
-    over_sequence = mesh_group(cluster, stride=have.stride, size=have.parts)
-    over_samples = mesh_group(cluster, stride=have.ranks, size=groups // common)
-    whole = collective_seconds("all_gather", num_bytes / groups, over_sequence, cluster)
-    return whole + collective_seconds("all_gather", num_bytes / common, over_samples, cluster)
+    forward = _gathered_seconds(before, groups, common, num_bytes, network)
+    return forward, _gathered_seconds(after, wanted, common, num_bytes, network)
+
+
+def _gathered_seconds(have: ActivationLayout, groups: int, common: int, num_bytes: float, network: Network) -> float:
+    """Seconds to have the sequence whole, then the samples of `groups` together in `common` groups."""
+    whole = network.seconds("all_gather", num_bytes / groups, stride=have.stride, size=have.parts)
+    return whole + network.seconds("all_gather", num_bytes / common, stride=have.ranks, size=groups // common)

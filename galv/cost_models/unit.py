@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from galv.cost_models.communication import Group, collective_seconds, mesh_group
+from galv.cost_models.communication import Group
 from galv.cost_models.compute import phase_seconds, unit_seconds
 from galv.cost_models.memory import ModelStates
+from galv.cost_models.network import Network
 from galv.cost_models.weight_gradients import weight_seconds
 from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
@@ -185,7 +186,7 @@ class FactsPricer:
     """Prices each (unit class, degrees, microbatch) of one model on one cluster once, whoever asks."""
 
     def __init__(self, graph: ModelGraph, cluster: ClusterProfile) -> None:
-        self.graph, self.cluster = graph, cluster
+        self.graph, self.cluster, self.network = graph, cluster, Network(cluster)
         self._priced: dict[tuple[str, Degrees, int], PricedFacts] = {}
         self._exclusions: dict[tuple[str, Degrees], str | None] = {}
         self._parameters: dict[tuple[str, Degrees, bool], tuple[float, float]] = {}
@@ -232,7 +233,7 @@ class FactsPricer:
         """Facts and seconds of `unit_class` for `microbatch` samples."""
         key = (unit_class, degrees, microbatch)
         if key not in self._priced:
-            self._priced[key] = _priced(self._facts(*key), degrees, self.cluster)
+            self._priced[key] = _priced(self._facts(*key), degrees, self.network)
         return self._priced[key]
 
     def _facts(self, unit_class: str, degrees: Degrees, microbatch: int) -> UnitFacts:
@@ -307,12 +308,13 @@ def _sharded_names(layout: TensorParallelLayout | None) -> frozenset[str]:
 # ----------------------------------------------------------------------------------------------- pricing facts
 
 
-def _priced(facts: UnitFacts, degrees: Degrees, cluster: ClusterProfile) -> PricedFacts:
-    forward, backward = unit_seconds(facts, cluster.device)
+def _priced(facts: UnitFacts, degrees: Degrees, network: Network) -> PricedFacts:
+    device = network.cluster.device
+    forward, backward = unit_seconds(facts, device)
     repeated = tuple(op for op in facts.phase("forward") if op.kind == "memory")
-    sent, sent_back = (_sent_seconds(facts, phase, degrees, cluster) for phase in ("forward", "backward"))
+    sent, sent_back = (_sent_seconds(facts, phase, degrees, network) for phase in ("forward", "backward"))
     # Selective recompute keeps what attention put out, and so never sends keys and values around again.
-    resent = _critical_seconds(facts, "forward", degrees, cluster)
+    resent = _critical_seconds(facts, "forward", degrees, network)
     return PricedFacts(
         facts=facts,
         forward_seconds=forward,
@@ -321,38 +323,37 @@ def _priced(facts: UnitFacts, degrees: Degrees, cluster: ClusterProfile) -> Pric
         backward_sent_seconds=sent_back,
         again={
             "none": (0.0, 0.0),
-            "selective": (phase_seconds(repeated, cluster.device), resent),
+            "selective": (phase_seconds(repeated, device), resent),
             "full": (forward, sent),
         },
-        weight_seconds={level: weight_seconds(facts, level, cluster.device) for level in get_args(Recompute)},
+        weight_seconds={level: weight_seconds(facts, level, device) for level in get_args(Recompute)},
     )
 
 
-def axis_group(axis: Axis, degrees: Degrees, cluster: ClusterProfile) -> Group:
-    """The groups of one axis of a unit: tensor innermost, then context; experts over the data ranks that follow."""
-    stride, size = {
-        "tensor": (1, degrees.tp),
-        "context": (degrees.tp, degrees.cp),
-        "expert": (degrees.num_ranks, degrees.ep),
-    }[axis]
-    return mesh_group(cluster, stride=stride, size=size)
+def axis_of(axis: Axis, degrees: Degrees) -> tuple[int, int]:
+    """(stride, size) of one axis of a unit: tensor innermost, then context; experts over the data ranks that follow."""
+    if axis == "tensor":
+        return 1, degrees.tp
+    return (degrees.tp, degrees.cp) if axis == "context" else (degrees.num_ranks, degrees.ep)
 
 
-def _sent_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, cluster: ClusterProfile) -> float:
+def _sent_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, network: Network) -> float:
     """Exposed seconds of the unit's own collectives in one direction."""
-    ring = sum(_collective_seconds(op, degrees, cluster) for op in _collectives(facts, phase) if _is_ring_step(op))
-    critical = _critical_seconds(facts, phase, degrees, cluster)
+    ring = sum(_collective_seconds(op, degrees, network) for op in _collectives(facts, phase) if _is_ring_step(op))
+    critical = _critical_seconds(facts, phase, degrees, network)
     if not ring:
         return critical
+    stride, size = axis_of("context", degrees)
     attention = tuple(op for op in facts.phase(phase) if op.kind == "attention")
-    slowdown = overlap_slowdown(axis_group("context", degrees, cluster), cluster.device)
-    return critical + exposed_seconds(phase_seconds(attention, cluster.device), ring, slowdown)
+    device = network.cluster.device
+    slowdown = overlap_slowdown(network.group(stride=stride, size=size), device)
+    return critical + exposed_seconds(phase_seconds(attention, device), ring, slowdown)
 
 
-def _critical_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, cluster: ClusterProfile) -> float:
+def _critical_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, network: Network) -> float:
     """Seconds of the collectives that computation waits for."""
     waited = (op for op in _collectives(facts, phase) if not _is_ring_step(op))
-    return sum(_collective_seconds(op, degrees, cluster) for op in waited)
+    return sum(_collective_seconds(op, degrees, network) for op in waited)
 
 
 def _collectives(facts: UnitFacts, phase: Phase) -> list[Operator]:
@@ -363,9 +364,10 @@ def _is_ring_step(op: Operator) -> bool:
     return op.axis == "context" and op.collective == "p2p"
 
 
-def _collective_seconds(op: Operator, degrees: Degrees, cluster: ClusterProfile) -> float:
+def _collective_seconds(op: Operator, degrees: Degrees, network: Network) -> float:
     assert op.collective is not None
-    return collective_seconds(op.collective, op.bytes_read, axis_group(op.axis, degrees, cluster), cluster)
+    stride, size = axis_of(op.axis, degrees)
+    return network.seconds(op.collective, op.bytes_read, stride=stride, size=size)
 
 
 # ----------------------------------------------------------------------------------------------- model FLOPs

@@ -35,7 +35,7 @@ def transitions(
     for (before, a), (after, b) in product(ids.items(), repeat=2):
         if a != b and not (alike and before[0] != after[0]):
             size = samples * before[1]
-            found[a, b] = transition_seconds(before[0], after[0], size, candidate.num_devices, shared.cluster)
+            found[a, b] = transition_seconds(before[0], after[0], size, candidate.num_devices, shared.network)
     return found
 
 
@@ -57,7 +57,7 @@ def border_seconds(
             continue
         before, after = (border_of(shared, names[i], degrees[names[i]]) for i in (left, right))
         size = before[1] * outer.global_batch / outer.num_microbatches
-        there, back = transition_seconds(before[0], after[0], size, num_devices, shared.cluster)
+        there, back = transition_seconds(before[0], after[0], size, num_devices, shared.network)
         forward, backward = forward + there, backward + back
     return forward, backward
 

@@ -178,8 +178,9 @@ def _priced(
         ids = dict.fromkeys(ids, 0)
     options, largest = {}, 0.0
     for name, priced in costs.items():
-        places = _best(shared, candidate, name, priced, [ids[border] for border in borders[name]])
-        options[name] = tuple(_option(priced, i, j, ids[borders[name][i]]) for i, j in places)
+        layouts = [ids[border] for border in borders[name]]
+        places = _best(shared, candidate, name, priced, layouts)
+        options[name] = tuple(_options(priced, places, layouts))
         largest = max(largest, *(priced.priced[i].facts.output_bytes for i, _ in places))
     return _Choices(
         costs=costs,
@@ -207,19 +208,24 @@ def _costs(
 # ----------------------------------------------------------------------------------------------- options
 
 
-def _option(costs: ClassCosts, i: int, j: int, layout: int) -> Option:
-    at = {name: float(values[i, j]) for name, values in costs.figures.items()}
-    return Option(
-        strategy=costs.strategy(i, j),
-        forward_seconds=at["forward_compute"] + at["forward_exposed"],
-        backward_seconds=at["backward_compute"] + at["backward_exposed"],
-        step_seconds=at["step_exposed"] + at["update"],
-        state_bytes=at["state_bytes"],
-        activation_bytes=at["activation_bytes"],
-        working_bytes=at["working_bytes"],
-        layout=layout,
-        weight_seconds=at["weight"],
-    )
+def _options(costs: ClassCosts, places: Sequence[tuple[int, int]], layouts: Sequence[int]) -> Iterator[Option]:
+    """The options at `places`, each of the layout of its row."""
+    taken = tuple(np.array(places).T)
+    columns = {name: values[taken].tolist() for name, values in costs.figures.items()}
+    names, rows_of_figures = list(columns), zip(*columns.values(), strict=True)
+    for (i, j), figures in zip(places, rows_of_figures, strict=True):
+        at = dict(zip(names, figures, strict=True))
+        yield Option(
+            strategy=costs.strategy(i, j),
+            forward_seconds=at["forward_compute"] + at["forward_exposed"],
+            backward_seconds=at["backward_compute"] + at["backward_exposed"],
+            step_seconds=at["step_exposed"] + at["update"],
+            state_bytes=at["state_bytes"],
+            activation_bytes=at["activation_bytes"],
+            working_bytes=at["working_bytes"],
+            layout=layouts[i],
+            weight_seconds=at["weight"],
+        )
 
 
 def _best(

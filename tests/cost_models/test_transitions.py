@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galv.cost_models.communication import collective_seconds, mesh_group
+from galv.cost_models.network import Network
 from galv.cost_models.transitions import ActivationLayout, transition_seconds
 from galv.cost_models.unit import Degrees
 from galv.profiles.cluster import load_cluster
@@ -22,7 +23,7 @@ def gather(num_bytes: float, *, stride: int, size: int) -> float:
 
 
 def seconds(before: ActivationLayout, after: ActivationLayout) -> tuple[float, float]:
-    return transition_seconds(before, after, BYTES, 16, CLUSTER)
+    return transition_seconds(before, after, BYTES, 16, Network(CLUSTER))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_degrees_without_a_common_multiple_meet_in_the_middle() -> None:
     """Groups of 2 and of 3 ranks: samples come together in groups of 6 and are then cut."""
     cluster = load_cluster("h100-sxm-80:6x1")
     two, three = ActivationLayout(2), ActivationLayout(3)
-    forward, backward = transition_seconds(two, three, BYTES, 6, cluster)
+    forward, backward = transition_seconds(two, three, BYTES, 6, Network(cluster))
 
     group = {size: mesh_group(cluster, stride=6 // size, size=size) for size in (2, 3)}
     assert forward == collective_seconds("all_gather", BYTES, group[3], cluster)
