@@ -28,7 +28,7 @@ def full_state(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    own = {original_name(name): tensor for name, tensor in _persistent(model)}
+    own = own_state(model)
     state: dict[str, Tensor] = {}
     for stage in range(dist.get_world_size(stages)):
         mine = stage == dist.get_rank(stages)
@@ -38,6 +38,11 @@ def full_state(
             if keep:
                 state[name] = full.to("cpu", copy=True)
     return state
+
+
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of the parameters and persistent buffers of its stage, by original name."""
+    return {original_name(name): tensor for name, tensor in _persistent(model)}
 
 
 def full_tensor(tensor: Tensor, layout: Layout) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from galv.errors import UsageError
 from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
-from galv.runtime.full_state import full_state
+from galv.runtime.full_state import full_state, own_state
 from galv.runtime.gradients import clip_gradients, total_norm
 from galv.runtime.loss import Targets, loss_of, weighted
 from galv.runtime.loss_scale import LossScale
@@ -209,6 +209,34 @@ class ParallelModule(nn.Module):
         """
         keep = all_ranks or dist.get_rank() == 0
         return full_state(self.model, self._parts.layouts, self._parts.meshes.base.get_group("pp"), keep=keep)
+
+    # -- what a checkpoint holds
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters and persistent buffers, by original name; nothing is gathered."""
+        self._free_gathered()
+        return own_state(self.model)
+
+    @property
+    def random_states(self) -> tuple[Tensor, ...]:
+        """What the model's next random numbers on this rank follow from."""
+        return self._parts.randomness.states
+
+    @random_states.setter
+    def random_states(self, states: tuple[Tensor, ...]) -> None:
+        self._parts.randomness.states = states
+
+    @property
+    def loss_scale_state(self) -> tuple[float, int]:
+        """The loss scale of fp16 and how many good steps it has lasted; (1, 0) at other precisions."""
+        scale = self._parts.loss_scale
+        return (1.0, 0) if scale is None else (scale.value, scale.good_steps)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: tuple[float, int]) -> None:
+        scale = self._parts.loss_scale
+        if scale is not None:
+            scale.value, scale.good_steps = state
 
     def _free_gathered(self) -> None:
         """Parameters gathered for an evaluation must not outlive the optimizer's next update."""

@@ -34,6 +34,15 @@ class Randomness:
             torch.manual_seed(seed)
             self._states = _states(device)
 
+    @property
+    def states(self) -> States:
+        """What the next random numbers follow from; to be kept, and set again."""
+        return self._states
+
+    @states.setter
+    def states(self, states: States) -> None:
+        self._states = states
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within it, random numbers come from the model's state."""
