@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from galv.errors import UsageError
 from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
-from galv.runtime.full_state import full_state, own_state
+from galv.runtime.full_state import full_tensors, own_state
 from galv.runtime.gradients import clip_gradients, total_norm
 from galv.runtime.loss import Targets, loss_of, weighted
 from galv.runtime.loss_scale import LossScale
@@ -208,7 +208,16 @@ class ParallelModule(nn.Module):
         Gathered one at a time, and kept on rank 0 only unless `all_ranks`; the others return an empty dict.
         """
         keep = all_ranks or dist.get_rank() == 0
-        return full_state(self.model, self._parts.layouts, self._parts.meshes.base.get_group("pp"), keep=keep)
+        return {name: full.to("cpu", copy=True) for name, full in self.full_tensors() if keep}
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `full_state_dict` gives, one tensor at a time, on this rank's device. Every rank must go through it."""
+        return full_tensors(self.model, self._parts.layouts, self._parts.meshes.base.get_group("pp"))
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model itself compares a position with the label that comes next."""
+        return self._parts.targets.shifted
 
     # -- what a checkpoint holds
 
