@@ -20,6 +20,9 @@ from galv.runtime.train_config import Data, Optimizer, TrainConfig
 from galv.runtime.trainer import StepRecord, train
 from galv.runtime.weights import save_weights
 
+_FAR = 10**6
+"""A step that no run comes to: what evaluation begins with, so that made-up data too is not trained on."""
+
 
 class Session:
     """One rank's run of `module` by `config`, from its newest checkpoint where there is one. All ranks make one alike.
@@ -42,9 +45,9 @@ class Session:
                 f"{config.steps} steps: it is complete; raise steps to go on"
             )
         # Before the first step, so that data that cannot be read costs none.
-        self._batches = self._open(config.data, config.seed, self.done_steps)
+        self._batches = self._open(config.data, self.done_steps)
         if config.evaluation is not None:
-            self._open(config.evaluation, config.seed, 0)
+            self._open(config.evaluation, _FAR)
 
     def records(self) -> Iterator[StepRecord]:
         """What each step did; evaluates, saves checkpoints, and saves the weights after the last, as it is time."""
@@ -80,18 +83,20 @@ class Session:
         assert evaluation is not None
         self._module.eval()
         losses = []
-        for batch in islice(self._open(evaluation, self._config.seed, 0), evaluation.batches):
+        for batch in islice(self._open(evaluation, _FAR), evaluation.batches):
             losses.append(self._module.train_step(self._module.shard_batch(batch)).item())
             self._optimizer.zero_grad()
         self._module.train()
         return sum(losses) / len(losses)
 
-    def _open(self, data: Data, seed: int, first_step: int) -> Iterator[Mapping[str, Tensor]]:
-        plan = self._module.plan
+    def _open(self, data: Data, first_step: int) -> Iterator[Mapping[str, Tensor]]:
+        plan, seed = self._module.plan, self._config.seed
         if data.tokens is None and data.dataset is None:
-            return islice(synthetic_batches(plan, seed), first_step, None)
+            return synthetic_batches(plan, seed, first_step)
         windows = open_tokens(data, _length(plan), seed)
-        return token_batches(windows, plan, shifted=self._module.shifts_labels, first_step=first_step)
+        return token_batches(
+            windows, plan, shifted=self._module.shifts_labels, first_step=0 if first_step == _FAR else first_step
+        )
 
 
 def _length(plan: Plan) -> int:

@@ -69,6 +69,7 @@ SURFACE = {
     "run": {
         "PLAN.JSON",
         "SCRIPT ARGS",
+        "--config",
         "--steps",
         "--nproc",
         "--seed",
