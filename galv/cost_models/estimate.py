@@ -6,15 +6,17 @@ Both use `pipeline_seconds`, so the objective optimized is the objective reporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from math import ceil
 
+from galv.cost_models.in_flight import activations_in_flight
+from galv.cost_models.makespan import makespan_seconds
 from galv.cost_models.memory import reserved_bytes
 from galv.cost_models.pipeline import num_in_flight, simulate
-from galv.cost_models.schedules import interleaved_in_flight, interleaved_seconds
 from galv.cost_models.unit import Setting, UnitCost
 from galv.planner.plan import Estimate, MemoryBreakdown, ScheduleName, StageEstimate, TimeBreakdown, UnitEstimate
 from galv.profiles.cluster import ClusterProfile
+from galv.schedules import rank_of_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class StageSeconds:
     forward_seconds: float
     backward_seconds: float
     step_seconds: float
+    weight_seconds: float = 0.0
+    """The part of `backward_seconds` that schedules with a split backward run later."""
 
     def weighted(self, weights: tuple[float, float, float]) -> float:
         """The sum of the three with these weights; (m, m, 1) gives the busy seconds of a step of m microbatches."""
@@ -32,30 +36,42 @@ class StageSeconds:
 
 
 def pipeline_seconds(
-    schedule: ScheduleName, stages: Sequence[StageSeconds], num_microbatches: int, transfer_seconds: float
+    schedule: ScheduleName,
+    stages: Sequence[StageSeconds],
+    num_microbatches: int,
+    transfer_seconds: float,
+    virtual_stages: int = 1,
 ) -> float:
-    """Seconds of a step: the simulated schedule, then the longest once-a-step work of any stage."""
-    timeline = simulate(
-        schedule,
-        [stage.forward_seconds for stage in stages],
-        [stage.backward_seconds for stage in stages],
-        num_microbatches,
-        [transfer_seconds] * (len(stages) - 1),
-    )
-    return timeline.makespan_seconds + max(stage.step_seconds for stage in stages)
+    """Seconds of a step: the simulated schedule, then the longest once-a-step work of any pipeline rank.
+
+    `stages` are the plan's stages: all chunks in the order of the model, `virtual_stages` of them on each rank.
+    """
+    forward = tuple(stage.forward_seconds for stage in stages)
+    backward = tuple(stage.backward_seconds for stage in stages)
+    transfers = (transfer_seconds,) * (len(stages) - 1)
+    if schedule in ("none", "gpipe", "1f1b"):
+        makespan = simulate(schedule, forward, backward, num_microbatches, transfers).makespan_seconds
+    else:
+        weight = tuple(stage.weight_seconds for stage in stages)
+        makespan = makespan_seconds(schedule, forward, backward, weight, num_microbatches, transfers, virtual_stages)
+    num_ranks = len(stages) // virtual_stages
+    ends = [0.0] * num_ranks
+    for chunk, stage in enumerate(stages):
+        ends[rank_of_chunk(schedule, num_ranks, chunk)] += stage.step_seconds
+    return makespan + max(ends)
 
 
-def _interleaved(stages: Sequence[StageSeconds], rounds: int, virtual_stages: int, transfer: float) -> float:
-    forward, backward = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages]
-    makespan = interleaved_seconds(forward, backward, rounds, virtual_stages, transfer)
-    return makespan + max(stage.step_seconds for stage in stages)
+def _evenly(stages: Sequence[StageSeconds], schedule: ScheduleName, virtual_stages: int) -> list[StageSeconds]:
+    """The chunks of ranks whose busy times are `stages`, each an equal part of its rank."""
+    ranks = [rank_of_chunk(schedule, len(stages), chunk) for chunk in range(len(stages) * virtual_stages)]
+    return [StageSeconds(*(x / virtual_stages for x in astuple(stages[rank]))) for rank in ranks]
 
 
 def _in_flight(schedule: ScheduleName, num_stages: int, rounds: int, virtual_stages: int) -> list[float]:
     """Microbatches whose activations each stage holds at once."""
-    if virtual_stages > 1:
-        return [interleaved_in_flight(i, num_stages, rounds, virtual_stages) for i in range(num_stages)]
-    return [float(num_in_flight(schedule, i, num_stages, rounds)) for i in range(num_stages)]
+    if schedule in ("none", "gpipe", "1f1b"):
+        return [float(num_in_flight(schedule, i, num_stages, rounds)) for i in range(num_stages)]
+    return [activations_in_flight(schedule, i, num_stages, rounds, virtual_stages) for i in range(num_stages)]
 
 
 def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
@@ -64,6 +80,7 @@ def stage_seconds(costs: Sequence[UnitCost]) -> StageSeconds:
         forward_seconds=sum(c.forward_compute_seconds + c.forward_exposed_seconds for c in costs),
         backward_seconds=sum(c.backward_compute_seconds + c.backward_exposed_seconds for c in costs),
         step_seconds=sum(c.step_exposed_seconds + c.optimizer_seconds for c in costs),
+        weight_seconds=sum(c.weight_seconds for c in costs),
     )
 
 
@@ -78,13 +95,12 @@ def stages_step_seconds(
     step_seconds: float = 0.0,
 ) -> float:
     """Seconds of a step whose stages hold units of the given costs; arguments as for `estimate_plan`."""
-    rounds = setting.num_microbatches
     busy = [stage_seconds(costs) for costs in stages]
     if microbatch_seconds:
         busy = [replace(stage, forward_seconds=stage.forward_seconds + microbatch_seconds) for stage in busy]
-    if virtual_stages == 1:
-        return pipeline_seconds(schedule, busy, rounds, transfer_seconds) + step_seconds
-    return _interleaved(busy, rounds, virtual_stages, transfer_seconds) + step_seconds
+    chunks = _evenly(busy, schedule, virtual_stages)
+    rounds = setting.num_microbatches
+    return pipeline_seconds(schedule, chunks, rounds, transfer_seconds, virtual_stages) + step_seconds
 
 
 def estimate_plan(

@@ -20,6 +20,7 @@ from galv.cost_models.memory import (
     gradient_window_bytes,
     model_states,
 )
+from galv.cost_models.weight_gradients import factor_bytes, weight_seconds
 from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
@@ -82,6 +83,10 @@ class UnitCost:
     activation_bytes: float
     """Kept per microbatch in flight."""
     working_bytes: float
+    weight_seconds: float = 0.0
+    """The part of `backward_compute_seconds` that makes weight gradients and can run later."""
+    factor_bytes: float = 0.0
+    """Kept per microbatch while only that part is to be run."""
 
     @property
     def compute_seconds(self) -> float:
@@ -262,6 +267,8 @@ class _ClassPricer:
             states=self._states(zero, parameters, ddp),
             activation_bytes=self._activation_bytes(recompute),
             working_bytes=self._working_bytes(zero, recompute, parameters, ddp),
+            weight_seconds=min(weight_seconds(self.facts, recompute, device), backward),
+            factor_bytes=factor_bytes(self.facts, recompute),
         )
 
     # -- the data-parallel axis

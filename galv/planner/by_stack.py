@@ -18,7 +18,18 @@ from galv.errors import UsageError
 from galv.planner.assemble import cluster_of, model_of
 from galv.planner.by_hand import Layout
 from galv.planner.graph import Exclusion, FactsSource, ModelGraph, UnitRef
-from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Strategy, Training, Unit
+from galv.planner.plan import (
+    Estimate,
+    Pipeline,
+    Plan,
+    Recompute,
+    ScheduleName,
+    Stage,
+    Strategy,
+    Training,
+    Unit,
+)
+from galv.planner.plan_checks import virtual_stages_of
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
@@ -123,8 +134,13 @@ def _chunks(pricer: StackPricer, layout: StackLayout) -> list[Chunk]:
 
 def _stages(chunks: Sequence[Chunk], layout: StackLayout) -> list[list[UnitCost]]:
     """The costs of every pipeline rank's units."""
-    ranks = layout.setting.pp
-    return [[cost for chunk in chunks[rank::ranks] for _, cost in chunk] for rank in range(ranks)]
+    pipeline = _pipeline(layout)
+    ranks = (pipeline.stages_of_rank(rank) for rank in range(pipeline.degree))
+    return [[cost for i in held for _, cost in chunks[i]] for held in ranks]
+
+
+def _pipeline(layout: StackLayout) -> Pipeline:
+    return Pipeline(degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages)
 
 
 _LIBRARIES: WeakKeyDictionary[FactsSource, WorkLibrary] = WeakKeyDictionary()
@@ -166,8 +182,18 @@ def stack_layout(cluster: ClusterProfile, layout: Layout, extras: StackExtras, r
     sequence = layout.sequence or ("megatron" if layout.tp > 1 else "none")
     setting = setting_for(request, tp=layout.tp, sequence=sequence, dp=dp, pp=layout.pp, num_microbatches=rounds)
     zero = layout.zero if dp * extras.context > 1 else 0
+    return StackLayout(setting, zero, layout.recompute, _schedule(layout, extras), extras)
+
+
+def _schedule(layout: Layout, extras: StackExtras) -> ScheduleName:
+    """The schedule asked for; 1F1B of several chunks a rank is interleaved 1F1B. Raises UsageError for others."""
+    v = extras.virtual_stages
     schedule = "none" if layout.pp == 1 else layout.schedule or "1f1b"
-    return StackLayout(setting, zero, layout.recompute, schedule, extras)
+    if schedule == "1f1b" and v > 1:
+        return "interleaved"
+    if v not in virtual_stages_of(schedule):
+        raise UsageError(f"the schedule {schedule} does not run {v} chunks of the model on each pipeline rank")
+    return schedule
 
 
 def plan_of(
@@ -188,9 +214,7 @@ def plan_of(
             optimizer=request.optimizer,
             stack=stack.name,
         ),
-        pipeline=Pipeline(
-            degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages
-        ),
+        pipeline=_pipeline(layout),
         stages=stages,
         estimate=priced.estimate,
     )

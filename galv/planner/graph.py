@@ -41,6 +41,8 @@ class Operator:
     """(batch, heads, query length, key length, head dim, causal) of a fused attention kernel."""
     collective: CollectiveKind | None = None
     """For `collective`: over the tensor axis; `bytes_read` is the full tensor (see `cost_models.communication`)."""
+    is_weight_gradient: bool = False
+    """Whether it is a matrix product in backward that makes a parameter's gradient: nothing waits for it."""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ def _option(cost: UnitCost) -> Option:
         state_bytes=cost.states.total_bytes,
         activation_bytes=cost.activation_bytes,
         working_bytes=cost.working_bytes,
+        weight_seconds=cost.weight_seconds,
     )
 
 

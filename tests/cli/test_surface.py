@@ -51,7 +51,7 @@ SURFACE = {
         "--dot",
         "--json",
     },
-    "show": {"PLAN.JSON", "--json"},
+    "show": {"PLAN.JSON", "--json", "--timeline"},
     "diff": {"A.JSON", "B.JSON", "--json"},
     "sweep": {
         "MODEL",

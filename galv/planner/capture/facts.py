@@ -158,6 +158,7 @@ def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | Non
         _extended_matmul(a, b, share),
         _extended_attention(a, b, share),
         a.collective,
+        a.is_weight_gradient,
     )
 
 
