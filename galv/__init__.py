@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     )
     from galv.planner.plan import Plan
     from galv.planner.reporter import Reporter
+    from galv.runtime.checkpoint import CheckpointFolder
+    from galv.runtime.weights import open_weights, save_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointFolder",
     "ClusterError",
     "GalvError",
     "ModelError",
@@ -41,8 +44,10 @@ __all__ = [
     "capture",
     "estimate",
     "graph",
+    "open_weights",
     "parallelize",
     "plan",
+    "save_weights",
     "sweep",
 ]
 
@@ -60,6 +65,8 @@ _HOMES = {
     ),
     "galv.planner.plan": ("Plan",),
     "galv.planner.reporter": ("Reporter",),
+    "galv.runtime.checkpoint": ("CheckpointFolder",),
+    "galv.runtime.weights": ("open_weights", "save_weights"),
 }
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from galv.planner.plan import InputSpec
     from galv.planner.space import Request
     from galv.planner.sweep import Sweep
+    from galv.runtime.materialize import Weights
     from galv.runtime.module import ParallelModule
 
 GIB = 2**30
@@ -269,12 +270,19 @@ def graph(
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, device: Any = None, seed: int = 0, targets: str | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: Any = None,
+    seed: int = 0,
+    weights: Weights | None = None,
+    targets: str | None = None,
 ) -> ParallelModule:
     """`model` made parallel under `plan`, to be called on every rank of an initialized process group.
 
     A model on the meta device is initialized shard by shard, the same for every plan with the same `seed`; a model
-    with real weights keeps them. No rank ever holds more than its shard and one unit.
+    with real weights keeps them. `weights` are full tensors by name to take instead, or a function that gives the one
+    of a name (`galv.open_weights(FOLDER)` reads safetensors). No rank ever holds more than its shard and one unit.
 
     The loss that the model returns must be a mean over its samples or over its valid targets, those that are not -100:
     a sum would train to something else than on one device. `targets` names the integer input that holds the targets;
@@ -293,6 +301,7 @@ def parallelize(
         glue=lambda num_samples: glue_for(model, plan, num_samples),
         device=device,
         seed=seed,
+        weights=weights,
         targets=targets,
         fingerprint=_fingerprint(model, plan),
     )

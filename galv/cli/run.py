@@ -55,16 +55,25 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="SCRIPT ARGS", help="Your own training script and its arguments.", show_default=False),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="TRAIN.YAML",
+        help="Data, optimizer, checkpoints and the like, without SCRIPT; see configs/train.",
+    ),
+]
 Steps = Annotated[
-    int | None, typer.Option("--steps", min=1, metavar="N", help=f"Without SCRIPT; {DEFAULT_STEPS} by default.")
+    int | None,
+    typer.Option("--steps", min=1, metavar="N", help=f"Without SCRIPT; the configuration's, or {DEFAULT_STEPS}."),
 ]
 NumProcesses = Annotated[
     int | None,
     typer.Option("--nproc", min=1, metavar="N", help="Ranks to start here; must be the plan's number of devices."),
 ]
 Seed = Annotated[
-    int,
-    typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Of the weights and tokens without SCRIPT."),
+    int | None,
+    typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Of the weights and samples without SCRIPT."),
 ]
 
 
@@ -83,9 +92,10 @@ SlurmScript = Annotated[bool, typer.Option("--slurm", help="Print a job script f
 def run(
     plan: options.PlanFile,
     script: Words = None,
+    config: Config = None,
     steps: Steps = None,
     nproc: NumProcesses = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     endpoint: Endpoint = None,
     print_command: PrintCommand = False,
     slurm: SlurmScript = False,
@@ -96,12 +106,13 @@ def run(
     them.
     """
     found = read_plan(plan)
-    task = _task(plan.absolute(), script or [], steps, seed)
+    own = _options(config, steps, seed)
+    task = _task(plan.absolute(), script or [], own)
     ranks = Ranks.of(found, endpoint)
     if nproc is not None:
         check_world_size(nproc, ranks.per_node, source="--nproc")
     if slurm:
-        sys.stdout.write(slurm_script(found, _own_words(plan, script, steps, seed)))
+        sys.stdout.write(slurm_script(found, [str(plan), *(script or own)]))
         return
     if print_command:
         sys.stdout.write(printed_command(task, ranks) + "\n")
@@ -113,19 +124,21 @@ def run(
     become(task, launcher)
 
 
-def _own_words(plan: Path, script: list[str] | None, steps: int | None, seed: int) -> list[str]:
-    """The arguments with which `galv run` is to be called again."""
-    if script:
-        return [str(plan), *script]
-    return [str(plan), *(["--steps", str(steps)] if steps else []), *(["--seed", str(seed)] if seed else [])]
+def _options(config: Path | None, steps: int | None, seed: int | None) -> list[str]:
+    """What the built-in trainer is told, as words. Raises UsageError for a configuration that cannot be read."""
+    if config is not None:
+        from galv.runtime.train_config import read_train_config
+
+        read_train_config(config)
+    given = {"--config": config and config.absolute(), "--steps": steps, "--seed": seed}
+    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 
-def _task(plan: Path, words: list[str], steps: int | None, seed: int) -> Task:
+def _task(plan: Path, words: list[str], options: list[str]) -> Task:
     if not words:
-        arguments = (str(plan), "--steps", str(steps or DEFAULT_STEPS), "--seed", str(seed))
-        return Task(plan, "galv.cli.worker", arguments, is_module=True)
-    if steps is not None:
-        raise UsageError(f"--steps is for training without SCRIPT; put it after {words[0]} to pass it on")
+        return Task(plan, "galv.cli.worker", (str(plan), *options), is_module=True)
+    if options:
+        raise UsageError(f"{options[0]} is for training without SCRIPT; put it after {words[0]} to pass it on")
     if not Path(words[0]).is_file():
         raise UsageError(f"there is no script {words[0]}")
     return Task(plan, words[0], tuple(words[1:]), is_module=False)

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from galv.errors import UsageError
 from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
-from galv.runtime.full_state import full_state
+from galv.runtime.full_state import full_tensors, own_state
 from galv.runtime.gradients import clip_gradients, total_norm
 from galv.runtime.loss import Targets, is_integer, loss_of, weighted
 from galv.runtime.loss_scale import LossScale
 from galv.runtime.mesh import Meshes
 from galv.runtime.optimizer import OptimizerFactory, build_optimizer
 from galv.runtime.pipeline import StageModule
-from galv.runtime.randomness import Randomness
+from galv.runtime.randomness import Streams
 from galv.runtime.recompute import original_name
 from galv.runtime.schedule import PipelineRunner
 
@@ -42,7 +42,7 @@ class Parts:
     targets: Targets
     called: Callable[..., Any]
     """What a forward calls: the model, or `Replicas` around it."""
-    randomness: Randomness
+    streams: Streams
     loss_scale: LossScale | None
     """Under fp16 only."""
     runner: PipelineRunner | None
@@ -74,7 +74,7 @@ class ParallelModule(nn.Module):
         if isinstance(self.model, StageModule):
             kwargs = self._inputs_of(self.model, args, kwargs)
             args = ()
-        with self._parts.randomness.active():
+        with self._parts.streams.main.active():
             output = self._parts.called(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._free_gathered()
@@ -144,7 +144,7 @@ class ParallelModule(nn.Module):
         """The sum of this rank's weighted losses, after forward and backward of every microbatch."""
         if self._parts.runner is None:
             return self._accumulate(microbatches, weights)
-        with self._parts.randomness.active():
+        with self._parts.streams.main.active():
             return self._parts.runner.step(batch, weights)
 
     def _accumulate(self, microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
@@ -242,7 +242,44 @@ class ParallelModule(nn.Module):
         Gathered one at a time, and kept on rank 0 only unless `all_ranks`; the others return an empty dict.
         """
         keep = all_ranks or dist.get_rank() == 0
-        return full_state(self.model, self._parts.layouts, self._parts.meshes.pipeline_group, keep=keep)
+        return {name: full.to("cpu", copy=True) for name, full in self.full_tensors() if keep}
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `full_state_dict` gives, one tensor at a time, on this rank's device. Every rank must go through it."""
+        return full_tensors(self.model, self._parts.layouts, self._parts.meshes.pipeline_group)
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model itself compares a position with the label that comes next."""
+        return self._parts.targets.shifted
+
+    # -- what a checkpoint holds
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters and persistent buffers, by original name; nothing is gathered."""
+        self._free_gathered()
+        return own_state(self.model)
+
+    @property
+    def random_states(self) -> tuple[Tensor, ...]:
+        """What the model's next random numbers on this rank follow from."""
+        return self._parts.streams.states
+
+    @random_states.setter
+    def random_states(self, states: tuple[Tensor, ...]) -> None:
+        self._parts.streams.states = states
+
+    @property
+    def loss_scale_state(self) -> tuple[float, int]:
+        """The loss scale of fp16 and how many good steps it has lasted; (1, 0) at other precisions."""
+        scale = self._parts.loss_scale
+        return (1.0, 0) if scale is None else (scale.value, scale.good_steps)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: tuple[float, int]) -> None:
+        scale = self._parts.loss_scale
+        if scale is not None:
+            scale.value, scale.good_steps = state
 
     def _free_gathered(self) -> None:
         """Parameters gathered for an evaluation must not outlive the optimizer's next update."""

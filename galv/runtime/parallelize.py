@@ -317,7 +317,7 @@ def _finished(chunks: list[_Here], targets: Targets) -> ParallelModule:
         copies=frozenset().union(*(stage.tied_copies for stage in stages)),
         targets=targets,
         called=called,
-        randomness=here.streams.main,
+        streams=here.streams,
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
         runner=_runner(chunks, stages),
     )

@@ -36,6 +36,15 @@ class Randomness:
             torch.manual_seed(seed)
             self._states = _states(device)
 
+    @property
+    def states(self) -> States:
+        """What the next random numbers follow from; to be kept, and set again."""
+        return self._states
+
+    @states.setter
+    def states(self, states: States) -> None:
+        self._states = states
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within it, random numbers come from the model's state."""
@@ -62,6 +71,17 @@ class Streams:
     def main(self) -> Randomness:
         """The model's own."""
         return self._streams[self._degree]
+
+    @property
+    def states(self) -> States:
+        """What the next random numbers of all streams follow from, by ascending degree; to be kept, and set again."""
+        return tuple(state for degree in sorted(self._streams) for state in self._streams[degree].states)
+
+    @states.setter
+    def states(self, states: States) -> None:
+        each = len(states) // len(self._streams)
+        for i, degree in enumerate(sorted(self._streams)):
+            self._streams[degree].states = states[i * each : (i + 1) * each]
 
     def drawing(self, function: Callable[..., Any], degree: int) -> Callable[..., Any]:
         """`function`, drawing for the samples of one of `degree` groups."""

@@ -76,6 +76,7 @@ SURFACE = {
     "run": {
         "PLAN.JSON",
         "SCRIPT ARGS",
+        "--config",
         "--steps",
         "--nproc",
         "--seed",
