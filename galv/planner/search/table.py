@@ -10,6 +10,8 @@ from galv.planner.plan import ScheduleName, Strategy
 
 Weights = tuple[float, float, float]
 """Of forward, backward and once-a-step seconds."""
+Transitions = Mapping[tuple[int, int], tuple[float, float]]
+"""(forward, backward) seconds per microbatch from one layout to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +66,30 @@ class CostTable:
     """What one device has for the model: the budget less context and allocator slack."""
     virtual_stages: int = 1
     """Model chunks of each pipeline rank."""
-    transitions: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    transitions: Transitions = field(default_factory=dict)
     """(forward, backward) seconds per microbatch, paid by the later unit where its layout differs from that of the unit
     before; pairs that are not listed cannot stand next to each other. Equal layouts cost nothing."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The options chosen for the units of one stage. Lists run over unit classes, counts inside."""
+    """The options chosen for the units of one stage: for each run of a class in order, its options and how many take each.
+
+    Where layouts cost nothing, units of a class may stand in one run although others lie between them.
+    """
 
     picks: tuple[tuple[str, tuple[tuple[Option, int], ...]], ...]
     busy: StageSeconds
     peak_bytes: float
 
+    @property
+    def last(self) -> Option:
+        """The option of the last unit."""
+        return self.picks[-1][1][-1][0]
+
     def ordered(self, names: Sequence[str]) -> tuple[Option, ...]:
         """One option for each unit of `names` (classes in model order); equal options of a class stand together."""
-        queues = {name: [option for option, count in picks for _ in range(count)] for name, picks in self.picks}
+        queues: dict[str, list[Option]] = {}
+        for name, picks in self.picks:
+            queues.setdefault(name, []).extend(option for option, count in picks for _ in range(count))
         return tuple(queues[name].pop(0) for name in names)
