@@ -122,6 +122,11 @@ class Shape:
                 best = visits, fixed
         return best
 
+    def least_wait_seconds(self, chunk: int, unit_seconds: float) -> float:
+        """How long a chunk waits for its first microbatch, when no unit's forward takes less than `unit_seconds`."""
+        borders = sum(self.rank(c) != self.rank(c + 1) for c in range(chunk))
+        return chunk * unit_seconds + borders * self.transfer_seconds
+
     @property
     def busy(self) -> Weights:
         """A rank's own work of a step."""

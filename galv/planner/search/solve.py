@@ -13,7 +13,9 @@ from math import comb
 import numpy as np
 
 from galv.planner.search.assign import Assigner
+from galv.planner.search.every import best_of_every_cut
 from galv.planner.search.line import Line
+from galv.planner.search.loops import Loops
 from galv.planner.search.relax import relaxed_bound_seconds
 from galv.planner.search.shape import Shape
 from galv.planner.search.solution import Clock, Solution, better

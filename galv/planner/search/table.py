@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from galv.cost_models.estimate import StageSeconds
@@ -87,9 +87,13 @@ class StageChoice:
         """The option of the last unit."""
         return self.picks[-1][1][-1][0]
 
+    def units(self) -> Iterator[tuple[str, Option]]:
+        """The class and option of every unit, run by run."""
+        return ((name, option) for name, picks in self.picks for option, count in picks for _ in range(count))
+
     def ordered(self, names: Sequence[str]) -> tuple[Option, ...]:
         """One option for each unit of `names` (classes in model order); equal options of a class stand together."""
         queues: dict[str, list[Option]] = {}
-        for name, picks in self.picks:
-            queues.setdefault(name, []).extend(option for option, count in picks for _ in range(count))
+        for name, option in self.units():
+            queues.setdefault(name, []).append(option)
         return tuple(queues[name].pop(0) for name in names)
