@@ -113,7 +113,7 @@ def priced_by_hand(
         raise UsageError(f"this model cannot be split so: {reason}{_without_sequence(shared, candidate)}")
     limits = Limits(zero=layout.zero, recompute=layout.recompute)
     priced = next(priced_tables(shared, candidate, request.budget_bytes, limits))
-    solution = solve(replace(priced.table, usable_bytes=UNLIMITED_BYTES))
+    solution = solve(replace(priced.table, usable_bytes=UNLIMITED_BYTES)).solution
     assert solution is not None, "without a memory limit every cut is feasible"
     return assemble(priced, solution, request, source=source, inputs_source=inputs_source, alternatives=(), search=None)
 

@@ -93,6 +93,12 @@ class Assigner:
         floor = max(float(menus[name].working_bytes.min()) for name, _ in units)
         return relaxed(units, menus, usable_bytes - floor).seconds
 
+    def byte_price(self, units: Counts, *, in_flight: float, weights: Weights, usable_bytes: float) -> float:
+        """Weighted seconds that one byte more would save, in the relaxation of `relaxed_seconds`."""
+        menus = {name: self.menu(name, weights, in_flight, by_layout=False) for name, _ in units}
+        floor = max(float(menus[name].working_bytes.min()) for name, _ in units)
+        return relaxed(units, menus, usable_bytes - floor).seconds_per_byte
+
     def smallest_bytes(self, units: Counts, *, in_flight: float) -> float:
         """The least peak bytes with which a stage of `units` can run at all; infinite when layouts forbid it."""
         weights = (0.0, 0.0, 0.0)

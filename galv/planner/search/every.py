@@ -129,8 +129,7 @@ class _Branches:
             in_flight = self.shape.in_flight(self.shape.rank(chunk))
             stages.append(stage_choice(units, in_flight, transitions=self.table.transitions, entry=entry))
             entry = way[-1].layout
-        seconds = self.shape.step_seconds([stage.busy for stage in stages])
-        return Solution(cut, tuple(stages), seconds, seconds)
+        return Solution(cut, tuple(stages), self.shape.step_seconds([stage.busy for stage in stages]))
 
     # -- menus
 

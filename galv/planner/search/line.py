@@ -25,6 +25,8 @@ from galv.planner.search.table import CostTable, StageChoice, Weights
 
 _Seconds = Callable[[int, Counts, Weights], float]
 _TOLERANCE = 1e-9
+MAX_CUTS = 64
+"""So many cuts that are left are bounded one by one."""
 MAX_CHAINS = 8
 """So many chains of work bound the cuts of one table."""
 
@@ -59,7 +61,44 @@ class Line:
         for refine in (self._relaxed, self._exactly):
             if not squeeze.is_empty and not self.clock.is_over:
                 squeeze = self._squeezed(self._refined(squeeze, refine))
-        return Found(self.best, min(squeeze.bound_seconds, self.goal_seconds))
+        bound = squeeze.bound_seconds
+        if bound < self.goal_seconds:
+            bound = max(bound, self._one_by_one(squeeze))
+        return Found(self.best, min(bound, self.goal_seconds))
+
+    # -- the cuts that are left
+
+    def _one_by_one(self, squeeze: Squeeze) -> float:
+        """A bound on the cuts that are left, where they are few; 0 where they are many."""
+        cuts = None if self.clock.is_over else squeeze.cuts(MAX_CUTS)
+        return 0.0 if cuts is None else min((self._cut_bound(cut) for cut in cuts), default=np.inf)
+
+    def _cut_bound(self, cut: tuple[int, ...]) -> float:
+        """A bound on all plans of one cut: the least that its stages need on the chain that takes longest in a good one.
+
+        The choices that are least on that chain are tried as well.
+        """
+        bound, seen = 0.0, set[bytes]()
+        found = min(self._evaluated(cut), key=lambda one: one.step_seconds, default=None)
+        while found is not None and bound < self.goal_seconds and len(seen) < _CHAINS_OF_A_CUT:
+            self._take(found)
+            weights, fixed = self.shape.longest_chain([stage.busy for stage in found.stages])
+            if weights.tobytes() in seen:
+                break
+            seen.add(weights.tobytes())
+            bound = max(bound, fixed + self._least_on(cut, weights))
+            found = self._with_weights(cut, [(float(f), float(b), 1.0 / len(weights)) for f, b in weights])
+        return bound
+
+    def _least_on(self, cut: tuple[int, ...], weights: np.ndarray) -> float:
+        """The least seconds on a chain that visits each stage's forward and backward so often, with the step's end."""
+        known, total, end = segments(self.table.chain), 0.0, 0.0
+        for stage, ((start, stop), (forward, backward)) in enumerate(zip(pairwise(cut), weights.tolist(), strict=True)):
+            counts = known.counts[known.ids[start, stop]]
+            without = self._exactly(stage, counts, (forward, backward, 0.0))
+            total += without
+            end = max(end, self._exactly(stage, counts, (forward, backward, 1.0)) - without)
+        return total + end
 
     # -- cells
 
@@ -153,21 +192,29 @@ class Line:
         """Takes `cut` as the best if it is."""
         if cut not in self._tried:
             self._tried.add(cut)
-            found = min(self._evaluated(cut), key=lambda one: one.step_seconds, default=None)
-            if found is not None and found.step_seconds < self.incumbent_seconds:
-                self.best = better(self.best, found)
+            for found in self._evaluated(cut):
+                self._take(found)
+
+    def _take(self, found: Solution) -> None:
+        if found.step_seconds < self.incumbent_seconds:
+            self.best = better(self.best, found)
 
     def _evaluated(self, cut: tuple[int, ...]) -> Iterator[Solution]:
         """The cut with its stages' fastest choices, by a whole step's work and by each chain of work."""
         for kind in range(1 + len(self.shape.extras(0))):
-            stages: list[StageChoice] = []
-            for stage, ends in enumerate(pairwise(cut)):
-                choice = self._choice(stage, ends, self._weights(stage, kind), stages[-1] if stages else None)
-                if choice is None:
-                    break
-                stages.append(choice)
-            else:
-                yield Solution(cut, tuple(stages), self.shape.step_seconds([s.busy for s in stages]), 0.0)
+            found = self._with_weights(cut, [self._weights(stage, kind) for stage in range(self.shape.num_ranks)])
+            if found is not None:
+                yield found
+
+    def _with_weights(self, cut: tuple[int, ...], weights: Sequence[Weights]) -> Solution | None:
+        """The cut with its stages' fastest choices by `weights`, one for each stage."""
+        stages: list[StageChoice] = []
+        for stage, ends in enumerate(pairwise(cut)):
+            choice = self._choice(stage, ends, weights[stage], stages[-1] if stages else None)
+            if choice is None:
+                return None
+            stages.append(choice)
+        return Solution(cut, tuple(stages), self.shape.step_seconds([stage.busy for stage in stages]))
 
     def _weights(self, stage: int, kind: int) -> Weights:
         if kind == 0:
@@ -190,6 +237,7 @@ class Line:
 
 _TRIES = 6
 _ROUNDS = 30
+_CHAINS_OF_A_CUT = 4
 
 
 def _segments_of(stage: int, num_stages: int, num_units: int) -> tuple[np.ndarray, np.ndarray]:

@@ -126,7 +126,7 @@ class Loops:
             in_flight = self.shape.in_flight(self.shape.rank(chunk))
             stages.append(stage_choice(units, in_flight, transitions=self.table.transitions, entry=entry))
             entry = layouts[-1]
-        return Solution(cut, tuple(stages), self.shape.step_seconds([stage.busy for stage in stages]), 0.0)
+        return Solution(cut, tuple(stages), self.shape.step_seconds([stage.busy for stage in stages]))
 
     def _rank(self, rank: int, names: Sequence[tuple[str, ...]]) -> list[list[Option]] | None:
         """The options of each chunk of a rank whose chunks hold `names`; None when they do not fit."""

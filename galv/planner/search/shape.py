@@ -122,6 +122,20 @@ class Shape:
                 best = visits, fixed
         return best
 
+    def longest_chain(self, stages: Sequence[StageSeconds]) -> tuple[np.ndarray, float]:
+        """The longest chain of work over stages of such times, one chunk a rank: (stages, 2) visits, and its transfers."""
+        times = np.array([(stage.forward_seconds, stage.backward_seconds) for stage in stages])
+        base, fixed = np.tile(np.array(self.trip[:2]), (self.num_ranks, 1)), self.trip_transfers_seconds
+        found = []
+        for rank in range(self.num_ranks):
+            for forward, backward, _ in self.extras(rank):
+                visits = base.copy()
+                visits[rank] += forward, backward
+                found.append((visits, fixed))
+        laps, transfers = self.longest_loop(times.sum(axis=1))
+        found.append((np.stack([laps, laps], axis=1), transfers))
+        return max(found, key=lambda chain: float((chain[0] * times).sum()) + chain[1])
+
     def least_wait_seconds(self, chunk: int, unit_seconds: float) -> float:
         """How long a chunk waits for its first microbatch, when no unit's forward takes less than `unit_seconds`."""
         borders = sum(self.rank(c) != self.rank(c + 1) for c in range(chunk))

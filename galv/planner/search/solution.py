@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from galv.planner.search.table import StageChoice
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best cut found and its chunks. `bound_seconds` is a lower bound on every plan of the same table."""
+    """A cut and what its chunks do."""
 
     cut: tuple[int, ...]
     """Positions 0 = c0 < c1 < ... = number of units."""
     stages: tuple[StageChoice, ...]
     """One for each chunk, in the order of the model."""
     step_seconds: float
-    bound_seconds: float
-
-    def bounded(self, bound_seconds: float) -> Solution:
-        """The same with a bound, which is no more than its own seconds."""
-        return replace(self, bound_seconds=min(bound_seconds, self.step_seconds))
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,3 @@ class Clock:
     def is_over(self) -> bool:
         """Whether the time is up."""
         return time.perf_counter() >= self.end_seconds
-
-
-def peak_bytes_of(stages: Sequence[StageChoice]) -> float:
-    """The most that any chunk alone needs."""
-    return max(stage.peak_bytes for stage in stages)

@@ -7,6 +7,7 @@ chunks a rank is spread (`loops`); where the cuts are few, all of them are looke
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from math import comb
 
@@ -23,6 +24,8 @@ from galv.planner.search.table import CostTable
 
 MAX_CUTS = 40
 """So many cuts are all looked at, where the bounds leave a gap."""
+MAX_UNITS = 8
+"""In chains of at most this length."""
 _TOLERANCE = 1e-9
 
 
@@ -32,10 +35,20 @@ def lower_bound_seconds(table: CostTable) -> float:
     return max(relaxed_bound_seconds(table), table.num_microbatches * longest)
 
 
+@dataclass(frozen=True)
+class Solved:
+    """What is known of one table."""
+
+    solution: Solution | None
+    """The best plan found that beats the incumbent."""
+    bound_seconds: float
+    """No plan of the table takes less; no more than the incumbent's and the solution's seconds."""
+
+
 def solve(
     table: CostTable, *, incumbent_seconds: float = np.inf, tolerance: float = 0.0, clock: Clock | None = None
-) -> Solution | None:
-    """The best plan of `table`; None when nothing fits, or nothing can beat `incumbent_seconds`.
+) -> Solved:
+    """The best plan of `table` that takes less than `incumbent_seconds`, if there is one, and a bound on all.
 
     A solution within `tolerance` (a share of its seconds) of the bound is good enough to stop at. `clock` ends the search
     early: what was found until then is returned with its bound.
@@ -43,23 +56,30 @@ def solve(
     clock = clock or Clock()
     shape = Shape.of(table)
     if shape.num_chunks > len(table.chain):
-        return None
+        return Solved(None, incumbent_seconds)
     if shape.num_chunks == 1:
         return _single(table, shape, incumbent_seconds)
-    walk = Line if table.virtual_stages == 1 else Loops
-    found = walk(table, shape, incumbent_seconds, tolerance, clock).solve()
-    goal = min(incumbent_seconds, found.best.step_seconds if found.best else np.inf)
+    walk: Line | Loops
+    if table.virtual_stages == 1:
+        walk = Line(table, shape, incumbent_seconds, tolerance, clock)
+    else:
+        walk = Loops(table, shape, incumbent_seconds, tolerance, clock)
+    found = walk.solve()
+    best, goal = found.best, incumbent_seconds if found.best is None else found.best.step_seconds
     is_open = found.bound_seconds < goal * (1 - max(tolerance, _TOLERANCE))
-    if is_open and comb(len(table.chain) - 1, shape.num_chunks - 1) <= MAX_CUTS and len(table.chain) <= 8:
-        best, bound = best_of_every_cut(table, shape, goal), goal
-        best = better(found.best, best)
-        if best is not None:
-            bound = min(bound, best.step_seconds)
-        return None if best is None else best.bounded(bound)
-    return None if found.best is None else found.best.bounded(found.bound_seconds)
+    if is_open and comb(len(table.chain) - 1, shape.num_chunks - 1) <= MAX_CUTS and len(table.chain) <= MAX_UNITS:
+        best = better(best, best_of_every_cut(table, shape, goal))
+        return _closed(best, incumbent_seconds)
+    # A walk that stops at its tolerance has shown no more than that.
+    return Solved(best, min(found.bound_seconds, goal))
 
 
-def _single(table: CostTable, shape: Shape, incumbent_seconds: float) -> Solution | None:
+def _closed(best: Solution | None, incumbent_seconds: float) -> Solved:
+    """A table of which everything is known."""
+    return Solved(best, incumbent_seconds if best is None else best.step_seconds)
+
+
+def _single(table: CostTable, shape: Shape, incumbent_seconds: float) -> Solved:
     units = tuple((name, len(list(run))) for name, run in groupby(table.chain))
     choice = Assigner.of(table).fastest(
         units,
@@ -69,6 +89,6 @@ def _single(table: CostTable, shape: Shape, incumbent_seconds: float) -> Solutio
         at_most=incumbent_seconds,
     )
     if choice is None:
-        return None
+        return _closed(None, incumbent_seconds)
     seconds = shape.step_seconds([choice.busy])
-    return Solution((0, len(table.chain)), (choice,), seconds, seconds)
+    return _closed(Solution((0, len(table.chain)), (choice,), seconds), incumbent_seconds)

@@ -150,6 +150,21 @@ class Squeeze:
         lengths[0] = trip + extra
         return tuple(places), np.array(laps), float((lengths + self.chains.fixed_seconds).max())
 
+    def cuts(self, most: int) -> list[tuple[int, ...]] | None:
+        """All cuts that are left; None when there are more than `most`."""
+        found: list[tuple[int, ...]] = [(0,)]
+        after = self._after(np.inf)
+        for s, cells in enumerate(self.stages):
+            leads_on = np.isfinite(after[s + 1][0][cells.stops])
+            found = [
+                (*cut, int(stop))
+                for cut in found
+                for stop in cells.stops[(cells.starts == cut[-1]) & leads_on]
+            ]
+            if len(found) > most:
+                return None
+        return found
+
     def _seconds(self, stage: int, high: float) -> np.ndarray:
         """(chains, cells) seconds that chains spend on a stage, with cells above the threshold left out."""
         cells = self.stages[stage]
