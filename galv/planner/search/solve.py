@@ -88,7 +88,7 @@ def _single(table: CostTable, shape: Shape, incumbent_seconds: float) -> Solved:
         usable_bytes=table.usable_bytes,
         at_most=incumbent_seconds,
     )
-    if choice is None:
+    seconds = np.inf if choice is None else shape.step_seconds([choice.busy])
+    if choice is None or seconds >= incumbent_seconds:
         return _closed(None, incumbent_seconds)
-    seconds = shape.step_seconds([choice.busy])
     return _closed(Solution((0, len(table.chain)), (choice,), seconds), incumbent_seconds)
