@@ -15,9 +15,9 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby, pairwise, product
-from math import log2
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,16 +116,22 @@ class Costs:
         if degree == 1:
             return 0.0
         mib = samples * SEQ_LEN * HIDDEN * 2 / MIB
-        sizes = {
-            int(name.split("_")[3][:-2]): ms
-            for name, ms in self.tensor_times.items()
-            if name.startswith(f"{kind}_size_{degree}_")
-        }
+        sizes = self._sizes(kind, degree)
         share = 0.5 if kind == "allreduce" else 1.0
         if mib in sizes:
             return share * sizes[int(mib)]
+        return share * _at(self._fit(kind, degree), mib)
+
+    @lru_cache(maxsize=64)  # noqa: B019  # lives as long as the program
+    def _sizes(self, kind: str, degree: int) -> dict[int, float]:
+        start = f"{kind}_size_{degree}_"
+        return {int(name.split("_")[3][:-2]): ms for name, ms in self.tensor_times.items() if name.startswith(start)}
+
+    @lru_cache(maxsize=64)  # noqa: B019  # lives as long as the program
+    def _fit(self, kind: str, degree: int) -> tuple[float, float]:
+        sizes = self._sizes(kind, degree)
         slope, start = np.polyfit(list(sizes), list(sizes.values()), 1)
-        return share * float(slope * mib + start)
+        return float(slope), float(start)
 
     @lru_cache(maxsize=65536)  # noqa: B019  # lives as long as the program
     def layer_ms(self, outer: Outer, layer: Layer, num_layers: int, *, sync: bool) -> float:
@@ -217,7 +223,7 @@ class Costs:
         ratio = self.state_ratio(outer, shards, zero3=layer.zero3, sharded=data > 1)
         samples = outer.microbatch(layer.degree)
         each = self.activation["checkpoint"] / layer.degree if layer.recompute else self.activation[str(layer.degree)]
-        return 4 * self.parameter_mib / tensor * ratio + each * samples * (outer.pp - stage)
+        return float(ceil(4 * self.parameter_mib / tensor * ratio + each * samples * (outer.pp - stage)))
 
     def ends_mib(self, outer: Outer, ends: Ends, stage: int) -> float:
         """What embedding, head and the context hold on a device of a stage."""
@@ -230,7 +236,7 @@ class Costs:
             own, in_flight = self.ends_memory[name], outer.pp if name == "pp_on_first" else 1
             total += own["model_states"][str(tensor)] * ratio
             total += own["activation"][str(ends.degree)] * outer.microbatch(ends.degree) * in_flight
-        return total
+        return float(ceil(total))
 
     def buffer_mib(self, outer: Outer, degree: int) -> float:
         """The all-gather buffer of tensor parallelism."""
@@ -262,3 +268,225 @@ def _pipeline_ms(busy: Sequence[float], synced: Sequence[float], chunks: int) ->
     bound = max(fill * first / 3, later / 3) + max(fill * 2 * first / 3, 2 * later / 3) + first * max(0, m + 1 - p)
     total = max(sum(busy) + busy[-1] * (m - 1), bound)
     return total + max(0.0, max(y - sum(busy[: i + 1]) for i, y in enumerate(synced)))
+
+
+# ----------------------------------------------------------------------------------------------- galv's solver
+
+
+@dataclass(frozen=True)
+class Case:
+    """One search of Galvatron's: what it was asked, what it found."""
+
+    name: str
+    choice: Choice
+    cpu_seconds: float
+    predicted_seconds: float
+    budget_mib: float
+    chunks: tuple[int, ...]
+    max_pp: int
+
+    @classmethod
+    def read(cls, path: Path) -> Case:
+        """The case of a results file."""
+        found = json.loads(path.read_text())
+        plan, args = found["plan"], found["args"]
+        columns = [map(int, plan[key].split(",")) for key in ("tp_sizes_enc", "use_sp", "dp_types_enc", "checkpoint")]
+        layers = tuple(Layer(t, bool(s), bool(z), bool(c)) for t, s, z, c in zip(*columns, strict=True))
+        head = found["result_lines"][0]
+        buffer_degree = 0 if "sp_only" in head else int(head.rsplit("=", 1)[1])
+        outer = Outer(plan["world_size"], plan["global_bsz"], plan["chunks"], plan["pp_deg"])
+        division = tuple(map(int, plan["pp_division"].split(",")))
+        ends = Ends(plan["vtp"], bool(plan["vsp"]), bool(plan["embed_sdp"]))
+        gb = int(args["mem"])
+        return cls(
+            name=found["name"],
+            choice=Choice(outer, ends, division, layers, buffer_degree),
+            cpu_seconds=found["search_cpu_s"],
+            predicted_seconds=outer.batch / found["predicted_throughput_samples_per_s"],
+            # A fifth is set aside for the caching allocator where there is more than 20 GB.
+            budget_mib=gb * 1024 * (0.8 if gb > 20 else 1.0),
+            chunks=(int(args["chunk"]),) if "chunk" in args else tuple(divisors(outer.batch)),
+            max_pp=int(args.get("max_pp", 8)),
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One outer choice, the layers' options under it, and the ends that may be the best."""
+
+    outer: Outer
+    buffer_degree: int
+    layers: tuple[Layer, ...]
+    ends: tuple[Ends, ...]
+    bound_ms: float
+
+
+def solve(costs: Costs, case: Case) -> Choice | None:
+    """The best plan by T with galv's inner solver; where T ties or leaves re-sharding out, that counts as it is."""
+    size, best, least = len(case.choice.layers), None, inf
+    for candidate in sorted(_candidates(costs, case, size), key=lambda one: one.bound_ms):
+        if candidate.bound_ms >= least:
+            break
+        for division in _divisions(size, candidate.outer.pp):
+            for choice in _plans(costs, case, candidate, division, least):
+                seconds = costs.step_ms(choice) + costs.resharding_ms(choice.outer, choice.layers)
+                if seconds < least:
+                    best, least = choice, seconds
+    return best
+
+
+def _candidates(costs: Costs, case: Case, size: int) -> Iterator[Candidate]:
+    world, batch = case.choice.outer.world, case.choice.outer.batch
+    for chunks in case.chunks:
+        for pp in (2**k for k in range(7)):
+            if pp > min(case.max_pp, size, chunks) or world % pp:
+                continue
+            outer = Outer(world, batch, chunks, pp)
+            degrees = [d for d in (1, 2, 4, 8) if d <= world // pp and outer.microbatch(d)]
+            # A larger buffer costs memory and allows larger Megatron degrees; 0 stands for none of them and no buffer.
+            for buffer_degree in (0, *degrees):
+                layers = tuple(_layers(outer, degrees, buffer_degree))
+                ends = tuple(_ends(outer, degrees, buffer_degree))
+                if layers and ends:
+                    least = min(costs.layer_ms(outer, layer, size, sync=False) for layer in layers)
+                    most = min(sum(costs.ends_ms(outer, one)) for one in ends)
+                    yield Candidate(outer, buffer_degree, layers, ends, chunks * (size * least + most) / pp)
+
+
+def _layers(outer: Outer, degrees: Sequence[int], buffer_degree: int) -> Iterator[Layer]:
+    for degree, ulysses, zero3, recompute in product(degrees, (False, True), (False, True), (False, True)):
+        possible = degree > 1 if ulysses else degree <= max(buffer_degree, 1)
+        # Galvatron shards only where there are data-parallel groups, though Ulysses ranks could shard as well.
+        if possible and not (zero3 and outer.world // outer.pp == degree):
+            yield Layer(degree, ulysses, zero3, recompute)
+
+
+def _ends(outer: Outer, degrees: Sequence[int], buffer_degree: int) -> Iterator[Ends]:
+    for degree, ulysses, zero3 in product(degrees, (False, True), (False, True)):
+        possible = degree > 1 if ulysses else degree <= max(buffer_degree, 1)
+        if possible and not (zero3 and outer.world // outer.pp == degree):
+            yield Ends(degree, ulysses, zero3)
+
+
+def _divisions(size: int, pp: int) -> list[tuple[int, ...]]:
+    """Galvatron's division, with what is over on the last stage, and the even one."""
+    each, over = divmod(size, pp)
+    return list({(each,) * (pp - 1) + (each + over,), (each + 1,) * over + (each,) * (pp - over)})
+
+
+def _plans(
+    costs: Costs, case: Case, candidate: Candidate, division: tuple[int, ...], least: float
+) -> Iterator[Choice]:
+    """Plans of one candidate: for each ends the layers that are fastest by two weights of the gradient reduction."""
+    outer, size, ends = candidate.outer, len(case.choice.layers), candidate.ends
+    tried: list[tuple[float, ...]] = []
+    for one in sorted(ends, key=lambda e: sum(costs.ends_ms(outer, e))):
+        own = sum(costs.ends_ms(outer, one))
+        held = tuple(costs.ends_mib(outer, one, stage) for stage in range(outer.pp))
+        if any(all(a <= b for a, b in zip(other, held, strict=True)) for other in tried):
+            continue
+        tried.append(held)
+        free = [case.budget_mib - costs.buffer_mib(outer, candidate.buffer_degree) - mib for mib in held]
+        stages = [_assigner(costs, outer, candidate.layers, size, stage) for stage in range(outer.pp)]
+        if outer.chunks * (own + _relaxed_ms(stages, division, free)) / outer.pp >= least:
+            continue
+        # T is at least all microbatches through any one stage.
+        at_most = least / outer.chunks if outer.pp > 1 else least / outer.chunks - own * (1 - 1 / outer.chunks)
+        for weight in (0.0, 1 / outer.chunks):
+            found = [
+                assigner.fastest(
+                    (("layer", number),),
+                    in_flight=1,
+                    weights=(1.0, 0.0, weight),
+                    usable_bytes=available,
+                    at_most=at_most,
+                )
+                for assigner, number, available in zip(stages, division, free, strict=True)
+            ]
+            if all(choice is not None for choice in found):
+                options = [option for choice in found if choice is not None for _, option in choice.units()]
+                layers = tuple(candidate.layers[option.strategy.tp - 1] for option in options)
+                yield Choice(outer, one, division, layers, candidate.buffer_degree)
+
+
+def _relaxed_ms(stages: Sequence[Assigner], division: Sequence[int], free: Sequence[float]) -> float:
+    """The least milliseconds of all stages together, by the relaxation."""
+    weights = (1.0, 0.0, 0.0)
+    return sum(
+        assigner.relaxed_seconds((("layer", number),), in_flight=1, weights=weights, usable_bytes=available)
+        for assigner, number, available in zip(stages, division, free, strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _assigner(costs: Costs, outer: Outer, layers: tuple[Layer, ...], size: int, stage: int) -> Assigner:
+    """galv's solver on the layers' options: forward stands for all of a microbatch, and its strategy for a number."""
+    options = []
+    for number, layer in enumerate(layers):
+        alone, synced = (costs.layer_ms(outer, layer, size, sync=sync) for sync in (False, True))
+        options.append(
+            Option(
+                strategy=GalvStrategy(tp=number + 1),
+                forward_seconds=alone,
+                backward_seconds=0.0,
+                step_seconds=synced - alone,
+                state_bytes=costs.layer_mib(outer, layer, stage),
+                activation_bytes=0.0,
+                working_bytes=0.0,
+                layout=layer.degree,
+            )
+        )
+    degrees = sorted({layer.degree for layer in layers})
+    change = {
+        (a, b): (costs.change_ms(outer, Layer(a, False, False, False), Layer(b, False, False, False)), 0.0)
+        for a, b in product(degrees, degrees)
+        if a != b
+    }
+    return Assigner({"layer": tuple(options)}, change)
+
+
+# ----------------------------------------------------------------------------------------------- the table
+
+
+def described(choice: Choice) -> str:
+    """A plan in a few words."""
+    names = []
+    for layer, run in groupby(choice.layers):
+        kind = "sp" if layer.ulysses else "tp"
+        zero = "zero3" if layer.zero3 else "zero2"
+        names.append(f"{len(list(run))}x{kind}{layer.degree} {zero}{' recompute' if layer.recompute else ''}")
+    return f"chunks {choice.outer.chunks} pp {choice.outer.pp} " + ", ".join(names)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="inputs/ and results/ of Galvatron")
+    parser.add_argument("--plans", action="store_true", help="print both plans of every case")
+    asked = parser.parse_args()
+    print("step seconds by Galvatron's own T; +r: with re-sharding at the physical constant; ratio: ours to theirs")
+    print(f"{'case':34} {'theirs':>8} {'+r':>8} {'ours':>8} {'+r':>8} {'ratio':>7} {'their CPU s':>11} {'ours':>7} {'times':>6}")
+    worst, slowest = 0.0, inf
+    for path in sorted((asked.data / "results").glob("*.json")):
+        case = Case.read(path)
+        costs = Costs(asked.data / "inputs", case.choice.outer.world // 8)
+        theirs = costs.step_ms(case.choice) / 1e3
+        assert abs(theirs / case.predicted_seconds - 1) < 1e-6, f"{case.name}: the formula gives {theirs}"
+        started = time.process_time()
+        ours = solve(costs, case)
+        cpu = time.process_time() - started
+        assert ours is not None, case.name
+        step = costs.step_ms(ours) / 1e3
+        more = [costs.resharding_ms(one.outer, one.layers) / 1e3 for one in (case.choice, ours)]
+        ratio, faster = step / theirs, case.cpu_seconds / cpu
+        worst = max(worst, ratio)
+        slowest = min(slowest, faster) if "fine" in case.name and case.cpu_seconds > 1 else slowest
+        figures = f"{theirs:8.4f} {theirs + more[0]:8.4f} {step:8.4f} {step + more[1]:8.4f} {ratio:7.4f}"
+        print(f"{case.name:34} {figures} {case.cpu_seconds:11.2f} {cpu:7.3f} {faster:6.0f}", flush=True)
+        if asked.plans:
+            print(f"    theirs: {described(case.choice)}\n    ours:   {described(ours)}")
+    print(f"worst ratio {worst:.4f}; least CPU saving in fine-grained searches {slowest:.0f} times")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ working bytes and c the weighted seconds between layouts. Four facts make it sma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -28,6 +28,7 @@ from galv.cost_models.estimate import StageSeconds
 from galv.planner.partition import Counts
 from galv.planner.search import frontier
 from galv.planner.search.frontier import Frontier, Price
+from galv.planner.search.layouts import Sets, cheapest, has_no_detours
 from galv.planner.search.menu import (
     Columns,
     Menu,
@@ -49,8 +50,9 @@ class Assigner:
     options: Mapping[str, tuple[Option, ...]]
     transitions: Transitions = field(default_factory=dict)
     _columns: dict[str, Columns] = field(default_factory=dict)
-    _menus: dict[tuple[str, Weights, float, bool], Menu] = field(default_factory=dict)
+    _menus: dict[tuple[str, Weights, float, bool, frozenset[int] | None], Menu] = field(default_factory=dict)
     _between: dict[Weights, np.ndarray] = field(default_factory=dict)
+    _detours: dict[Weights, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, table: CostTable) -> Assigner:
@@ -120,13 +122,27 @@ class Assigner:
         """Whether units can differ in layout."""
         return len({option.layout for options in self.options.values() for option in options}) > 1
 
-    def menu(self, name: str, weights: Weights, in_flight: float, *, by_layout: bool) -> Menu:
-        """The options of a class that can matter."""
-        key = (name, weights, in_flight, by_layout)
+    def menu(
+        self,
+        name: str,
+        weights: Weights,
+        in_flight: float,
+        *,
+        by_layout: bool,
+        layouts: frozenset[int] | None = None,
+    ) -> Menu:
+        """The options of a class that can matter, of some layouts or of all."""
+        key = (name, weights, in_flight, by_layout, layouts)
         if key not in self._menus:
             columns = self._columns.setdefault(name, Columns(tuple(self.options[name])))
-            self._menus[key] = columns.menu(weights, in_flight, by_layout=by_layout)
+            self._menus[key] = columns.menu(weights, in_flight, by_layout=by_layout, layouts=layouts)
         return self._menus[key]
+
+    def has_no_detours(self, weights: Weights) -> bool:
+        """Whether going over a third layout never pays, by `weights`."""
+        if weights not in self._detours:
+            self._detours[weights] = has_no_detours(self.between(weights))
+        return self._detours[weights]
 
     def between(self, weights: Weights) -> np.ndarray:
         """Weighted seconds from layout to layout: infinite where they cannot stand next to each other."""
@@ -153,6 +169,8 @@ class _Stage:
     weights: Weights
     usable_bytes: float
     entry: int | None
+    sets: Sets | None = None
+    """The layouts that each class may have; None for all."""
 
     @cached_property
     def counts(self) -> Counts:
@@ -163,15 +181,30 @@ class _Stage:
         return tuple(found.items())
 
     def menus(self, *, by_layout: bool) -> dict[str, Menu]:
-        make = self.assigner.menu
-        return {name: make(name, self.weights, self.in_flight, by_layout=by_layout) for name, _ in self.counts}
+        found = {}
+        for name, _ in self.counts:
+            layouts = None if self.sets is None else self.sets[name]
+            found[name] = self.assigner.menu(
+                name, self.weights, self.in_flight, by_layout=by_layout, layouts=layouts
+            )
+        return found
 
     def solve(self, at_most: float) -> list[tuple[str, Option]] | None:
         """The optimum as the option of every unit."""
         free = self.solve_free(at_most)
         if free is None or self._pays_nothing(free):
             return free
+        between = self.assigner.between(self.weights)
+        if len(self.counts) == len(self.units) and self.assigner.has_no_detours(self.weights):
+            names = [name for name, _ in self.units]
+            known = {name: frozenset(o.layout for o in self.assigner.options[name]) for name in names}
+            return cheapest(names, self._within_sets, known, between, self.entry, at_most)
         return self._best(at_most, with_layouts=True)
+
+    def _within_sets(self, sets: Sets, at_most: float) -> tuple[float, list[tuple[str, Option]]] | None:
+        """The optimum with nothing paid between layouts over some layouts of each class, and its seconds."""
+        sequence = replace(self, sets=sets).solve_free(at_most)
+        return None if sequence is None else (sum(o.weighted(self.weights) for _, o in sequence), sequence)
 
     def solve_free(self, at_most: float) -> list[tuple[str, Option]] | None:
         """The optimum with nothing paid between layouts, units in no order."""

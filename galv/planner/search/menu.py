@@ -45,12 +45,19 @@ class Columns:
     def layouts(self) -> np.ndarray:
         return np.array([o.layout for o in self.options])
 
-    def menu(self, weights: Weights, in_flight: float, *, by_layout: bool) -> Menu:
-        """The options that no other beats in seconds, held and working bytes; with `by_layout` no other of its layout."""
+    def menu(
+        self, weights: Weights, in_flight: float, *, by_layout: bool, layouts: frozenset[int] | None = None
+    ) -> Menu:
+        """The options that no other beats in seconds, held and working bytes; with `by_layout` no other of its layout.
+
+        Only those of `layouts`, if they are given.
+        """
         seconds = self.times @ np.array(weights)
         held = self.state_bytes + in_flight * self.activation_bytes
         group = self.layouts if by_layout else np.zeros(len(seconds), dtype=np.int64)
         order = np.lexsort((self.working_bytes, held, seconds))
+        if layouts is not None:
+            order = order[np.isin(self.layouts[order], list(layouts))]
         numbers = np.stack([seconds, held, self.working_bytes])[:, order]
         covers = np.all(numbers[:, :, None] <= numbers[:, None, :], axis=0)
         covers &= group[order][:, None] == group[order][None, :]
