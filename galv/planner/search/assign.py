@@ -236,11 +236,12 @@ class _Stage:
 
     def _all_fastest(self, menus: Mapping[str, Menu]) -> list[tuple[str, Option]] | None:
         """Every unit at its fastest, if that fits."""
-        held = sum(number * float(menus[name].held_bytes[0]) for name, number in self.counts)
-        if held + max(float(menus[name].working_bytes[0]) for name, _ in self.counts) > self.usable_bytes:
+        place = {name: menu.fastest for name, menu in menus.items()}
+        held = sum(number * float(menus[name].held_bytes[place[name]]) for name, number in self.counts)
+        if held + max(float(menus[name].working_bytes[place[name]]) for name, _ in self.counts) > self.usable_bytes:
             return None
-        options = self.assigner.options
-        return [(name, options[name][menus[name].choices[0]]) for name, number in self.units for _ in range(number)]
+        picked = {name: self.assigner.options[name][menu.choices[place[name]]] for name, menu in menus.items()}
+        return [(name, picked[name]) for name, number in self.units for _ in range(number)]
 
     def _within(
         self, limit: float, at_most: float, *, with_layouts: bool
@@ -252,7 +253,9 @@ class _Stage:
         if not np.isfinite(bound.seconds) or bound.seconds > at_most:
             return None
         spare = available - sum(number * float(menus[name].held_bytes.min()) for name, number in self.counts)
-        for slack in self._slacks(bound, with_layouts=with_layouts):
+        enough = (at_most - bound.seconds) * (1 + 1e-9) + 1e-12 * abs(at_most) if np.isfinite(at_most) else np.inf
+        for wanted in self._slacks(bound, with_layouts=with_layouts):
+            slack = min(wanted, enough)
             price = Price(bound.seconds_per_byte, slack, spare + _TOLERANCE * available)
             found = self.frontier_below(limit, price, with_layouts=with_layouts)
             fits = found.held_bytes <= available
@@ -260,7 +263,7 @@ class _Stage:
                 way = int(np.argmin(np.where(fits, found.seconds, np.inf)))
                 if found.seconds[way] <= bound.seconds + slack:
                     return float(found.seconds[way]), self._sequence(found, way, limit, price, with_layouts=with_layouts)
-            if bound.seconds + slack > at_most:
+            if slack == enough:
                 return None
         return None
 
@@ -268,7 +271,7 @@ class _Stage:
         """How far above the relaxed optimum to look, until something is found."""
         whole = max(bound.unit_seconds, 1e-9 * abs(bound.seconds)) * (1 + 1e-9)
         deeper = _DEEPENINGS if with_layouts else 1
-        return (*(whole * 4.0**step for step in range(-2, deeper)), np.inf)
+        return (*(whole * 4.0**step for step in range(-3, deeper)), np.inf)
 
     def _sequence(
         self, found: Frontier, way: int, limit: float, price: Price, *, with_layouts: bool
