@@ -6,12 +6,13 @@ Planning imports torch only to trace the model; the search and the cost models a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
-from galv.errors import ModelError, UnknownName, UsageError
+from galv.errors import ModelError, NoFeasiblePlan, UnknownName, UsageError
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from galv.planner.capture.source import ModelSource
     from galv.planner.plan import InputSpec
     from galv.planner.space import Request
+    from galv.planner.sweep import Sweep
     from galv.runtime.module import ParallelModule
 
 GIB = 2**30
@@ -86,6 +88,59 @@ def plan(
         alternatives=alternatives(shared, found, request.budget_bytes),
         search=answer.report,
     )
+
+
+def sweep(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    clusters: Sequence[str],
+    global_batches: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    precision: Precision | None = None,
+    optimizer: OptimizerName = "adamw",
+    price_per_device_hour: float | None = None,
+    reporter: Reporter | None = None,
+) -> Sweep:
+    """The best plan for every combination of `clusters`, `seq_lens` and `global_batches`, side by side.
+
+    Clusters may hold lists in braces, such as `h100-sxm-80:8x{1,2,4}`. Where nothing fits or divides, the point says
+    why. Other arguments as for `plan`. Raises UsageError for what cannot be meant at any point.
+    """
+    from galv.planner.sweep import Sweep, SweepPoint, expanded
+
+    reporter = reporter or Reporter()
+    profiles = [load_cluster(one) for cluster in clusters for one in expanded(cluster)]
+    if not profiles or not global_batches:
+        raise UsageError(
+            "a sweep needs at least one cluster and one global batch; there is no "
+            + ("global batch" if profiles else "cluster")
+        )
+    lengths: Sequence[int | None] = seq_lens or [None]
+    wanted = list(product(lengths, global_batches, profiles))
+    points, name = [], ""
+    for done, (seq_len, global_batch, profile) in enumerate(wanted):
+        reporter.phase(f"{profile.spec}, batch {global_batch}" + (f", sequence {seq_len}" if seq_len else ""))
+        reporter.progress(done, len(wanted))
+        try:
+            found = plan(
+                model,
+                example_inputs,
+                cluster=profile,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                precision=precision,
+                optimizer=optimizer,
+            )
+        except (NoFeasiblePlan, UsageError) as error:
+            if isinstance(error, (ModelError, UnknownName)):
+                raise
+            reason = str(error).splitlines()[0]
+            points.append(SweepPoint(profile.spec, profile.num_devices, seq_len, global_batch, reason))
+            continue
+        name = found.model.name
+        points.append(SweepPoint.of(found, price_per_device_hour))
+    return Sweep(name or str(model), tuple(points))
 
 
 def capture(

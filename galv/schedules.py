@@ -1,7 +1,7 @@
 """Pipeline schedules as orders of operations: what each pipeline rank runs, one after the other.
 
-The runtime runs these orders and the cost models time them, so what is priced is what runs. A pipeline rank holds one or
-more chunks of the model, numbered along the model. An operation is the forward of a chunk for a microbatch, its whole
+The runtime runs these orders and the cost models time them, so what is priced is what runs. A pipeline rank holds one
+or more chunks of the model, numbered along it. An operation is the forward of a chunk for a microbatch, its whole
 backward, or, where a schedule splits it, the part of backward that makes the input's gradient (`input`) and the part
 that makes the weights' (`weight`).
 
@@ -21,6 +21,9 @@ from typing import Literal, NamedTuple
 from galv.planner.plan import Pipeline, ScheduleName
 
 Kind = Literal["forward", "backward", "input", "weight"]
+
+SPLIT: frozenset[ScheduleName] = frozenset({"zb-h1", "zbv"})
+"""Schedules that split backward."""
 
 
 class Operation(NamedTuple):
@@ -64,13 +67,6 @@ def rank_of_chunk(schedule: ScheduleName, num_ranks: int, chunk: int) -> int:
     return chunk % num_ranks
 
 
-def virtual_stages_of(schedule: ScheduleName) -> range:
-    """How many chunks of the model each rank may hold under `schedule`."""
-    if schedule == "interleaved":
-        return range(2, 2**31)
-    return range(2, 3) if schedule == "zbv" else range(1, 2)
-
-
 def executed_schedule(schedule: ScheduleName, num_stages: int, num_microbatches: int) -> ScheduleName:
     """What really runs: with fewer microbatches than stages 1F1B never comes to alternate and is GPipe."""
     return "gpipe" if schedule == "1f1b" and num_microbatches < num_stages else schedule
@@ -83,9 +79,9 @@ def orders_of(pipeline: Pipeline, num_microbatches: int) -> Orders:
 
 @lru_cache(maxsize=256)
 def orders(schedule: ScheduleName, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Orders:
-    """What the ranks run under `schedule`; `virtual_stages` must be among `virtual_stages_of(schedule)`."""
+    """What the ranks run under `schedule`: with several chunks on a rank interleaved, with two `zbv`."""
     p, m, v = num_ranks, num_microbatches, virtual_stages
-    assert v in virtual_stages_of(schedule), f"{schedule} with {v} chunks on a rank"
+    assert (v > 1) == (schedule in ("interleaved", "zbv")), f"{schedule} with {v} chunks on a rank"
     if schedule == "zbv":
         return Orders(schedule, _zero_bubble_v(p, m), 2 * p)
     if schedule == "interleaved":
@@ -133,7 +129,7 @@ def _zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterato
 
 
 def _interleaved(rank: int, num_ranks: int, num_microbatches: int, virtual_stages: int) -> Iterator[Operation]:
-    """Interleaved 1F1B: microbatches go through a rank's chunks in groups, of which each rank is some forwards ahead."""
+    """Interleaved 1F1B: microbatches go through a rank's chunks in groups; ranks run some forwards ahead."""
     p, v = num_ranks, virtual_stages
     groups = list(_groups(p, num_microbatches))
     forwards = [(chunk, i) for group in groups for chunk in range(v) for i in group]
@@ -182,8 +178,9 @@ class _Rule:
     def __init__(self, num_ranks: int, num_microbatches: int) -> None:
         self._num_microbatches, self._most_held = num_microbatches, 2 * num_ranks
         self._shape = Orders("zbv", ((),) * num_ranks, 2 * num_ranks)
+        kinds: tuple[Kind, ...] = ("input", "forward", "weight")
         self._next = [
-            {(kind, chunk): 0 for kind in ("input", "forward", "weight") for chunk in (2 * num_ranks - 1 - rank, rank)}
+            {(kind, chunk): 0 for kind in kinds for chunk in (2 * num_ranks - 1 - rank, rank)}
             for rank in range(num_ranks)
         ]
         """The microbatch that comes next, of each kind and chunk."""

@@ -74,6 +74,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": tiny_llama,
     "llama-tied": lambda: tiny_llama(tied=True),
     "gpt2": tiny_gpt2,
+    "llama-deep": lambda: tiny_llama(5),
 }
 
 
@@ -105,8 +106,11 @@ def hand_made_plan(
     num_microbatches: int = 1,
     global_batch: int = 8,
     layouts: Sequence[TensorParallelLayout] = (),
+    virtual_stages: int = 1,
 ) -> Plan:
     """A plan for a tiny model, priced at almost nothing; `stages` are the numbers of units of each pipeline stage.
+
+    A pipeline rank holds `virtual_stages` of them.
 
     What stands around the blocks never recomputes.
     """
@@ -119,6 +123,7 @@ def hand_made_plan(
         units.append(Unit(name=name, unit_class=kind, modules=names, strategy=own))
     sizes = [len(units)] if stages is None else list(stages)
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    pipeline = Pipeline(degree=len(sizes) // virtual_stages, schedule=schedule, virtual_stages=virtual_stages)
     shape = (2, SEQ_LEN)
     inputs = tuple(
         InputSpec(name=name, shape=shape, dtype="int64", batch_dim=0, high=VOCABULARY)
@@ -139,7 +144,7 @@ def hand_made_plan(
             spec="cpu:test",
             device="cpu",
             kind="cpu",
-            devices_per_node=each[0].num_devices * len(sizes),
+            devices_per_node=each[0].num_devices * len(sizes) // virtual_stages,
             num_nodes=1,
             memory_budget_bytes=2**33,
         ),
@@ -150,10 +155,10 @@ def hand_made_plan(
             precision="fp32",
             optimizer="sgd",
         ),
-        pipeline=Pipeline(degree=len(sizes), schedule=schedule),
+        pipeline=pipeline,
         stages=tuple(Stage(units=tuple(units[a:b])) for a, b in pairwise(cuts)),
         layouts=tuple(layouts),
-        estimate=almost_nothing(sizes),
+        estimate=almost_nothing([sum(sizes[i] for i in pipeline.stages_of_rank(r)) for r in range(pipeline.degree)]),
     )
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from galv.planner.plan import ScheduleName
-from galv.schedules import Operation, Orders, orders, rank_of_chunk
+from galv.schedules import SPLIT, Operation, Orders, orders, rank_of_chunk
 
 Times = tuple[float, ...]
 
@@ -125,12 +125,12 @@ def _relative(steps: Sequence[_Step], start: int, stop: int) -> tuple[_Step, ...
 
 def _steps(order: Orders) -> tuple[list[Operation], list[_Step]]:
     """The operations in the order in which they start if each takes one tick, and what each waits for."""
-    sources, ticks = _sources(order), {}
+    sources = _sources(order)
+    ticks: dict[Operation | None, int] = {None: 0}
     for operation, before in _one_by_one(order):
-        source = sources.get(operation)
-        ticks[operation] = 1 + max(ticks.get(before, 0), ticks.get(source, 0))  # type: ignore[arg-type]
+        ticks[operation] = 1 + max(ticks[before], ticks[sources.get(operation)])
     ranks = {operation: rank for rank, run in enumerate(order.ranks) for operation in run}
-    listed = sorted(ticks, key=lambda operation: (ticks[operation], ranks[operation]))
+    listed = sorted(ranks, key=lambda operation: (ticks[operation], ranks[operation]))
     places: dict[Operation | None, int] = {operation: i + 1 for i, operation in enumerate(listed)}
     previous = {b: a for run in order.ranks for a, b in pairwise(run)}
     none, steps = order.num_chunks - 1, []
@@ -231,8 +231,7 @@ def makespan_floor_seconds(
     the end goes on to the first chunk. Weight parts may be done meanwhile, so only what is left of it counts then.
     """
     f, b, c = tuple(forward_seconds), tuple(backward_seconds), (*transfer_seconds, 0.0)
-    split = schedule in ("zb-h1", "zbv")
-    w = tuple(weight_seconds) if split else (0.0,) * len(f)
+    w = tuple(weight_seconds) if schedule in SPLIT else (0.0,) * len(f)
     p = len(f) // virtual_stages
     ranks = [rank_of_chunk(schedule, p, chunk) for chunk in range(len(f))]
     lies = [c[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(len(f) - 1)] + [0.0]
@@ -259,5 +258,5 @@ def least_makespan_seconds(
     whole, m = forward_seconds + backward_seconds, num_microbatches
     if schedule in ("none", "gpipe", "1f1b"):  # the first microbatch passes all stages, the others the slowest one
         return whole + (m - 1) * whole / num_ranks
-    later = weight_seconds if schedule in ("zb-h1", "zbv") else 0.0
+    later = weight_seconds if schedule in SPLIT else 0.0
     return max(whole - later, m * whole / num_ranks)

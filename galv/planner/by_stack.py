@@ -18,11 +18,21 @@ from galv.errors import UsageError
 from galv.planner.assemble import cluster_of, model_of
 from galv.planner.by_hand import Layout
 from galv.planner.graph import Exclusion, FactsSource, ModelGraph, UnitRef
-from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Strategy, Training, Unit
+from galv.planner.plan import (
+    Estimate,
+    Pipeline,
+    Plan,
+    Recompute,
+    ScheduleName,
+    Stage,
+    Strategy,
+    Training,
+    Unit,
+)
+from galv.planner.plan_checks import virtual_stages_of
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
-from galv.schedules import virtual_stages_of
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,13 @@ def _chunks(pricer: StackPricer, layout: StackLayout) -> list[Chunk]:
 
 def _stages(chunks: Sequence[Chunk], layout: StackLayout) -> list[list[UnitCost]]:
     """The costs of every pipeline rank's units."""
-    ranks = layout.setting.pp
-    return [[cost for chunk in chunks[rank::ranks] for _, cost in chunk] for rank in range(ranks)]
+    pipeline = _pipeline(layout)
+    ranks = (pipeline.stages_of_rank(rank) for rank in range(pipeline.degree))
+    return [[cost for i in held for _, cost in chunks[i]] for held in ranks]
+
+
+def _pipeline(layout: StackLayout) -> Pipeline:
+    return Pipeline(degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages)
 
 
 _LIBRARIES: WeakKeyDictionary[FactsSource, WorkLibrary] = WeakKeyDictionary()
@@ -199,9 +214,7 @@ def plan_of(
             optimizer=request.optimizer,
             stack=stack.name,
         ),
-        pipeline=Pipeline(
-            degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages
-        ),
+        pipeline=_pipeline(layout),
         stages=stages,
         estimate=priced.estimate,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from galv.planner.layout import absolute_name
 
 if TYPE_CHECKING:
-    from galv.planner.plan import Plan, TensorParallelLayout, Unit
+    from galv.planner.plan import Plan, ScheduleName, TensorParallelLayout, Unit
 
 
 def faults(plan: Plan) -> Iterator[str]:
@@ -32,11 +32,8 @@ def repeated(values: Iterable[Hashable]) -> Hashable | None:
 
 def _stages(plan: Plan) -> Iterator[str]:
     pipeline = plan.pipeline
-    runs = plan.training.stack == "galv"
-    if runs and pipeline.schedule in ("interleaved", "zb-h1", "zbv"):
-        yield f"pipeline.schedule: galv does not run {pipeline.schedule!r}"
-    if pipeline.virtual_stages != 1 and runs:
-        yield f"pipeline.virtual_stages: plans that galv runs have 1, not {pipeline.virtual_stages}"
+    if pipeline.virtual_stages not in virtual_stages_of(pipeline.schedule):
+        yield f"pipeline.virtual_stages: not {pipeline.virtual_stages} under schedule {pipeline.schedule!r}"
     if len(plan.stages) != pipeline.degree * pipeline.virtual_stages:
         yield f"stages: {len(plan.stages)} stages for {pipeline.degree} pipeline ranks"
     if not all(stage.units for stage in plan.stages):
@@ -46,6 +43,13 @@ def _stages(plan: Plan) -> Iterator[str]:
             f"pipeline: schedule {pipeline.schedule!r} for degree {pipeline.degree}; it is 'none' exactly when the "
             "degree is 1"
         )
+
+
+def virtual_stages_of(schedule: ScheduleName) -> range:
+    """How many chunks of the model each pipeline rank may hold under `schedule`."""
+    if schedule == "interleaved":
+        return range(2, 2**20)
+    return range(2, 3) if schedule == "zbv" else range(1, 2)
 
 
 def _units(plan: Plan) -> Iterator[str]:

@@ -19,7 +19,7 @@ def timeline(plan: Plan, schedule: str | None = None) -> tuple[Event, ...]:
     """
     if schedule is not None and schedule not in SCHEDULES:
         raise UnknownName("schedule", schedule, SCHEDULES)
-    chosen = _orders(plan, schedule)  # type: ignore[arg-type]  # checked
+    chosen = _orders(plan, schedule)
     ends = [stage.step_seconds for stage in plan.estimate.stages]
     return simulate_orders(chosen, _seconds(chosen, plan), plan.estimate.transfer_seconds, ends)
 

@@ -21,13 +21,15 @@ from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
-from galv.runtime.pipeline import StageModule, build_stage
+from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
 from galv.runtime.randomness import Randomness, ShardRegions, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
 from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_argument, convert_input, convert_output
 from galv.runtime.ties import Ties
+from galv.runtime.transfers import directions
+from galv.schedules import SPLIT, Operation
 
 Glue = fx.GraphModule | Callable[[], fx.GraphModule]
 """A model's traced forward around its units, or what gives it."""
@@ -60,10 +62,20 @@ def parallelize(
     # A cache of keys and values serves generation only; a block that is recomputed would append to it twice.
     _without_cache(model)
     place = join_world(plan, device)
-    here = _here(model, plan, glue, Meshes(plan, place.type), place)
+    meshes = Meshes(plan, place.type)
+    chunks = _chunks(model, plan, glue, meshes, place)
     # Every rank still has the whole model, on whatever device.
     broadcast_weights(model, place)
-    materializer = Materializer(model, here.ties, seed=seed, device=place, weights=weights)
+    # All before the first changes the model.
+    sources = [Materializer(model, here.ties, seed=seed, device=place, weights=weights) for here in chunks]
+    separate_copies([here.stage for here in chunks if isinstance(here.stage, StageModule)])
+    for here, source in zip(chunks, sources, strict=True):
+        _apply(here, source)
+    return _finished(chunks, Targets(shifts_labels(model), targets), seed)
+
+
+def _apply(here: _Here, materializer: Materializer) -> None:
+    """Makes one chunk of the model what the plan says, unit by unit."""
     for group in here.groups:
         for unit in group.units:
             # The unit is whole for a moment; each step after the first keeps this rank's part of it only.
@@ -72,6 +84,7 @@ def parallelize(
             _tensor_parallel(here, unit)
             # Inside data parallelism, so that the parameters gathered for backward serve recomputing too.
             _recompute(here, unit)
+            _put_off(here, unit)
         _shard(here, group)
     # What no unit holds: buffers.
     materializer.fill(here.stage, "")
@@ -79,13 +92,14 @@ def parallelize(
     _shard_root(here)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
-    return _finished(here, Targets(shifts_labels(model), targets), seed)
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What is known about this rank while its part of the model is made."""
+    """What is known about one chunk of this rank while it is made: the rank's whole part of the model, or a stage."""
 
+    index: int
+    """Which of the plan's stages it is."""
     plan: Plan
     meshes: Meshes
     device: torch.device
@@ -101,7 +115,7 @@ class _Here:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return self.plan.stages[self.meshes.stage_index].units
+        return self.plan.stages[self.index].units
 
     @property
     def groups(self) -> list[Group]:
@@ -112,16 +126,21 @@ class _Here:
         return self.holder.get_submodule(f"model.{name}".rstrip("."))
 
 
-def _here(model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, device: torch.device) -> _Here:
-    stage: nn.Module = model
-    if plan.pipeline.degree > 1:
-        if glue is None:
-            raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
-        traced = glue if isinstance(glue, fx.GraphModule) else glue()
-        stage = build_stage(model, plan, traced, meshes.stage_index, device)
+def _chunks(model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, device: torch.device) -> list[_Here]:
+    """This rank's chunks of the model, in its order; without a pipeline all of it is one."""
+    if plan.pipeline.degree == 1:
+        return [_here(0, plan, meshes, device, model)]
+    if glue is None:
+        raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
+    traced = glue if isinstance(glue, fx.GraphModule) else glue()
+    indices = plan.pipeline.stages_of_rank(meshes.stage_index)
+    return [_here(i, plan, meshes, device, build_stage(model, plan, traced, i, device)) for i in indices]
+
+
+def _here(index: int, plan: Plan, meshes: Meshes, device: torch.device, stage: nn.Module) -> _Here:
     holder = nn.Module()
     holder.add_module("model", stage)
-    return _Here(plan, meshes, device, holder, Ties(stage))
+    return _Here(index, plan, meshes, device, holder, Ties(stage))
 
 
 # ----------------------------------------------------------------------------------------------- checks
@@ -192,6 +211,18 @@ def _recompute(here: _Here, unit: Unit) -> None:
         apply_recompute(here.holder.get_submodule(parent), child, unit.strategy.recompute)
 
 
+def _put_off(here: _Here, unit: Unit) -> None:
+    """Lets schedules with a split backward make the unit's weight gradients later.
+
+    Not where it recomputes, which would happen twice then.
+    """
+    if here.plan.pipeline.schedule not in SPLIT or unit.strategy.recompute != "none":
+        return
+    assert isinstance(here.stage, StageModule), "only pipelines have schedules"
+    for name in unit.modules:
+        here.stage.weight_gradients.surround(here.module(name))
+
+
 def _shard(here: _Here, group: Group) -> None:
     if not data_parallel.uses_fsdp(here.plan):
         return
@@ -233,7 +264,9 @@ def _convert_crossings(stage: StageModule, unit: Unit, mesh: DeviceMesh | None) 
             convert_argument(stage, position, change, mesh)
 
 
-def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
+def _finished(chunks: list[_Here], targets: Targets, seed: int) -> ParallelModule:
+    here = chunks[0]
+    stages = [chunk.stage for chunk in chunks if isinstance(chunk.stage, StageModule)]
     called: Callable[..., Any] = here.stage
     if data_parallel.uses_ddp(here.plan):
         called = replicas = Replicas(here.stage, here.meshes.data_group)
@@ -243,21 +276,29 @@ def _finished(here: _Here, targets: Targets, seed: int) -> ParallelModule:
         meshes=here.meshes,
         device=here.device,
         sync=here.sync,
-        layouts=here.layouts,
-        copies=here.stage.tied_copies if isinstance(here.stage, StageModule) else frozenset(),
+        layouts={name: layout for chunk in chunks for name, layout in chunk.layouts.items()},
+        copies=frozenset().union(*(stage.tied_copies for stage in stages)),
         targets=targets,
         called=called,
         randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
-        runner=_runner(here),
+        runner=_runner(chunks, stages) if stages else None,
     )
-    return ParallelModule(here.stage, parts)
+    return ParallelModule(side_by_side(stages) if stages else here.stage, parts)
 
 
-def _runner(here: _Here) -> PipelineRunner | None:
-    if not isinstance(here.stage, StageModule):
-        return None
-    group = here.meshes.base.get_group("pp")
-    return PipelineRunner(
-        here.stage, here.plan, group, here.device, before_backward=lambda last: here.sync.prepare(last=last)
-    )
+def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner:
+    here, by_index = chunks[0], {chunk.index: chunk for chunk in chunks}
+
+    def before(operation: Operation, last: bool) -> None:
+        whole = operation.kind == "backward"
+        if operation.kind != "forward":
+            by_index[operation.chunk].sync.prepare(last=last and whole, whole=whole)
+
+    def after(operation: Operation, last: bool) -> None:
+        chunk = by_index[operation.chunk]
+        chunk.sync.finish(chunk.stage, last=last)
+
+    mesh = here.meshes.base
+    groups = directions(mesh, "pp")
+    return PipelineRunner(stages, here.plan, mesh.get_group("pp"), here.device, before, after, groups)

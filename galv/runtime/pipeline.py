@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from galv.errors import ModelError
 from galv.planner.plan import Layout, Plan, Unit
 from galv.runtime.loss import no_loss
+from galv.runtime.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,8 @@ class StageModule(nn.Module):
         self.input_names = tuple(placeholders[len(self.crossings_in) :])
         self.tied_copies: frozenset[str] = frozenset()
         """Parameters of this stage that are copies of one on an earlier stage; a gradient norm skips them."""
+        self.weight_gradients = WeightGradients()
+        """Takes those that schedules with a split backward put off."""
         self._function = _compiled(graph)
 
     @property
@@ -276,7 +279,41 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
     return holder
 
 
+def side_by_side(stages: Sequence[StageModule]) -> nn.Module:
+    """One module that holds what all `stages` of a rank hold, under the names in the model."""
+    if len(stages) == 1:
+        return stages[0]
+    root = nn.Module()
+    for stage in stages:
+        _merge(root, stage)
+    return root
+
+
+def _merge(target: nn.Module, source: nn.Module) -> None:
+    for name, parameter in source._parameters.items():
+        target.register_parameter(name, parameter)
+    for name, buffer in source._buffers.items():
+        target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
+    for name, child in source._modules.items():
+        if type(child) is nn.Module:  # made by `_holder`
+            _merge(_holder(target, name), child)
+        else:
+            target.add_module(name, child)
+
+
 # ----------------------------------------------------------------------------------------------- tied weights
+
+
+def separate_copies(stages: Sequence[StageModule]) -> None:
+    """Gives each of a rank's stages a copy of its own of a tied weight that an earlier one of them holds, too."""
+    taken: set[int] = set()
+    for stage in stages:
+        for module in stage.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in taken:
+                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    module._parameters[name] = copy
+        taken |= {id(parameter) for parameter in stage.parameters()}
 
 
 def module_stages(plan: Plan) -> dict[str, int]:

@@ -51,8 +51,31 @@ SURFACE = {
         "--dot",
         "--json",
     },
-    "show": {"PLAN.JSON", "--json"},
-    "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
+    "show": {"PLAN.JSON", "--json", "--timeline"},
+    "diff": {"A.JSON", "B.JSON", "--json"},
+    "sweep": {
+        "MODEL",
+        "--cluster",
+        "--global-batch",
+        "--seq-len",
+        "--precision",
+        "--optimizer",
+        "--inputs",
+        "--price",
+        "--csv",
+        "--plot",
+        "--json",
+    },
+    "run": {
+        "PLAN.JSON",
+        "SCRIPT ARGS",
+        "--steps",
+        "--nproc",
+        "--seed",
+        "--rdzv-endpoint",
+        "--print-command",
+        "--slurm",
+    },
 }
 
 

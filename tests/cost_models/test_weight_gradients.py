@@ -48,4 +48,4 @@ def test_what_is_kept_meanwhile() -> None:
     """The gradients of the three results, and what went into the projections, in fp32."""
     assert factor_bytes(facts(), "none") == 4 * 12 * ((8 + 32 + 32) + (32 + 8 + 8))
     device = load_device("a100-sxm-80")
-    assert 0 < weight_seconds(facts(), "none", device)
+    assert weight_seconds(facts(), "none", device) > 0

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galv.planner.capture.glue import trace_glue
+from galv.planner.capture.glue import glue_for
 from galv.planner.plan import Plan
 from galv.runtime.loss import loss_of
 from galv.runtime.module import ParallelModule
 from galv.runtime.parallelize import parallelize
-from tests.plans import MODELS, leaves, random_batch
+from tests.plans import MODELS, random_batch
 
 STEPS = 5
 MAX_NORM = 0.5
@@ -52,7 +52,7 @@ def parallelize_tiny(model: nn.Module, plan: Plan, **options: Any) -> ParallelMo
     """A tiny model made parallel, cut into stages where the plan has a pipeline."""
     glue = None
     if plan.pipeline.degree > 1:
-        glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+        glue = glue_for(model, plan)
     return parallelize(model, plan, glue=glue, **options)
 
 

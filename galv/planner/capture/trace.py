@@ -116,7 +116,8 @@ class Trace:
     def end_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Backward is over; what `gradients` of parameters hold is not counted as memory of the stretch."""
         made = [grad for grad in gradients if grad is not None]
-        for place in {self.products.get(storage_key(grad)) for grad in made} - {None}:
+        keys = {storage_key(grad) for grad in made} & self.products.keys()
+        for place in (self.products[key] for key in keys):
             self.operators[place] = replace(self.operators[place], is_weight_gradient=True)
         numbers = (self.memory.number(grad) for grad in made)
         own = frozenset(number for number in numbers if number is not None)
