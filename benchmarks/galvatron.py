@@ -2,10 +2,11 @@
 
     python benchmarks/galvatron.py --data DIR
 
-DIR holds `inputs/` (profile files of the Galvatron repository, as they are) and `results/*.json` (one search each: arguments,
-plan, predicted throughput, CPU seconds). The cost table is built from the inputs by Galvatron's formulas, defects and all, so
-both plans are scored by the same figure, its own predicted step time T. T leaves re-sharding between layers out; its search
-charges it a hundred times too high. Here both plans also show what re-sharding takes at the physical constant.
+DIR holds `inputs/` (profile files of the Galvatron repository, as they are) and `results/*.json` (one search each:
+arguments, plan, predicted throughput, CPU seconds). The cost table is built from the inputs by Galvatron's formulas,
+defects and all, so both plans are scored by the same figure, its own predicted step time T. T leaves re-sharding
+between layers out; its search charges it a hundred times too high. Here both plans also show what re-sharding takes
+at the physical constant.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class Costs:
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, nodes
-        compute, memory = self._read("computation_profiling_bf16_llama2-7b_all"), self._read(
-            "memory_profiling_bf16_llama2-7b_all"
+        compute, memory = (
+            self._read("computation_profiling_bf16_llama2-7b_all"),
+            self._read("memory_profiling_bf16_llama2-7b_all"),
         )
         self.overlap = self._read("overlap_coefficient")["overlap_coe"]
         self.layer_fit, self.ends_fit = _line(compute, "0"), _line(compute, "other")
@@ -227,7 +229,9 @@ class Costs:
 
     def ends_mib(self, outer: Outer, ends: Ends, stage: int) -> float:
         """What embedding, head and the context hold on a device of a stage."""
-        names = ["pp_off"] if outer.pp == 1 else ["pp_on_first"] * (stage == 0) + ["pp_on_last"] * (stage == outer.pp - 1)
+        names = (
+            ["pp_off"] if outer.pp == 1 else ["pp_on_first"] * (stage == 0) + ["pp_on_last"] * (stage == outer.pp - 1)
+        )
         shards = outer.world // outer.pp // (1 if ends.ulysses else ends.degree)
         tensor = 1 if ends.ulysses else ends.degree
         ratio = self.state_ratio(outer, shards, zero3=ends.zero3, sharded=shards > 1)
@@ -374,9 +378,7 @@ def _divisions(size: int, pp: int) -> list[tuple[int, ...]]:
     return list({(each,) * (pp - 1) + (each + over,), (each + 1,) * over + (each,) * (pp - over)})
 
 
-def _plans(
-    costs: Costs, case: Case, candidate: Candidate, division: tuple[int, ...], least: float
-) -> Iterator[Choice]:
+def _plans(costs: Costs, case: Case, candidate: Candidate, division: tuple[int, ...], least: float) -> Iterator[Choice]:
     """Plans of one candidate: for each ends the layers that are fastest by two weights of the gradient reduction."""
     outer, size, ends = candidate.outer, len(case.choice.layers), candidate.ends
     tried: list[tuple[float, ...]] = []
@@ -465,7 +467,8 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="print both plans of every case")
     asked = parser.parse_args()
     print("step seconds by Galvatron's own T; +r: with re-sharding at the physical constant; ratio: ours to theirs")
-    print(f"{'case':34} {'theirs':>8} {'+r':>8} {'ours':>8} {'+r':>8} {'ratio':>7} {'their CPU s':>11} {'ours':>7} {'times':>6}")
+    titles = ["case", "theirs", "+r", "ours", "+r", "ratio", "their CPU s", "ours", "times"]
+    print("{:34} {:>8} {:>8} {:>8} {:>8} {:>7} {:>11} {:>7} {:>6}".format(*titles))
     worst, slowest = 0.0, inf
     for path in sorted((asked.data / "results").glob("*.json")):
         case = Case.read(path)

@@ -1,7 +1,7 @@
 """The outer loop: every layout of the space is priced, and the best plan over all of them found (`search.outer`).
 
-Each candidate fixes the degrees, the schedule and the microbatch, and gives one table or more. The result is proven optimal
-in the space, or comes with the gap that is left.
+Each candidate fixes the degrees, the schedule and the microbatch, and gives one table or more. The result is proven
+optimal in the space, or comes with the gap that is left.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def best_plan(
 ) -> Answer:
     """The best plan over `found` that fits. Raises NoFeasiblePlan, or UsageError when no candidate can exist.
 
-    `tolerance` is the gap that is good enough to stop at; after `time_limit_seconds` the best plan so far is taken. What
-    is then left open is the report's gap.
+    `tolerance` is the gap that is good enough to stop at; after `time_limit_seconds` the best plan so far is taken.
+    What is then left open is the report's gap.
     """
     return best_answers(
         shared,

@@ -7,11 +7,13 @@ with t the option's weighted seconds, h the bytes it holds (state, and activatio
 working bytes and c the weighted seconds between layouts. Four facts make it small:
 
 * Equal units in a row are interchangeable: their frontiers of (bytes, seconds) are built by doubling (`frontier`).
-* The maximum over w takes one of few values. For each value W the options with w <= W share budget - W; the best of these
+* The maximum over w takes one of few values. For each value W the options with w <= W share budget - W; the best of
+these
   is the optimum, since the true optimum appears at its own W. A Lagrangian bound orders the values and ends the walk.
 * The relaxation (fractions of units, layouts free) has a price for a byte. At that price, an optimum that is at most
   `slack` slower than the relaxation has no part that is more than `slack` above its own least. One unit moved along the
-  hull makes the relaxed optimum whole, so that is the slack without layouts; with them it grows until something is found.
+  hull makes the relaxed optimum whole, so that is the slack without layouts; with them it grows until something is
+  found.
 * Where the relaxed optimum keeps to one layout, it is the optimum: between equal layouts nothing is paid.
 """
 
@@ -184,9 +186,7 @@ class _Stage:
         found = {}
         for name, _ in self.counts:
             layouts = None if self.sets is None else self.sets[name]
-            found[name] = self.assigner.menu(
-                name, self.weights, self.in_flight, by_layout=by_layout, layouts=layouts
-            )
+            found[name] = self.assigner.menu(name, self.weights, self.in_flight, by_layout=by_layout, layouts=layouts)
         return found
 
     def solve(self, at_most: float) -> list[tuple[str, Option]] | None:
@@ -262,7 +262,9 @@ class _Stage:
             if fits.any():
                 way = int(np.argmin(np.where(fits, found.seconds, np.inf)))
                 if found.seconds[way] <= bound.seconds + slack:
-                    return float(found.seconds[way]), self._sequence(found, way, limit, price, with_layouts=with_layouts)
+                    return float(found.seconds[way]), self._sequence(
+                        found, way, limit, price, with_layouts=with_layouts
+                    )
             if slack == enough:
                 return None
         return None
@@ -280,7 +282,9 @@ class _Stage:
         runs = self.units if with_layouts else self.counts
         names = [name for name, number in runs for _ in range(number)]
         options = self.assigner.options
-        return [(name, options[name][menus[name].choices[i]]) for name, i in zip(names, found.options(way), strict=True)]
+        return [
+            (name, options[name][menus[name].choices[i]]) for name, i in zip(names, found.options(way), strict=True)
+        ]
 
     def _narrowed(self, limit: float, price: Price, *, with_layouts: bool) -> dict[str, Menu]:
         menus = self.menus(by_layout=with_layouts)

@@ -1,9 +1,9 @@
 """All cuts and all choices of a small pipeline, by branch and bound: what closes the gap that bounds leave.
 
-A chunk's menu holds the ways to run its units that no other way beats in every number that counts: bytes held and working,
-each part of its seconds, with the same layouts at both ends. A step takes no less when a part takes longer, so an optimum
-is made of such ways. They are chosen chunk by chunk; a branch ends where the step would be no better than the best found even
-if all later chunks had the least of each number.
+A chunk's menu holds the ways to run its units that no other way beats in every number that counts: bytes held and
+working, each part of its seconds, with the same layouts at both ends. A step takes no less when a part takes longer,
+so an optimum is made of such ways. They are chosen chunk by chunk; a branch ends where the step would be no better
+than the best found even if all later chunks had the least of each number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Menu:
     @cached_property
     def least(self) -> np.ndarray:
         """The least of each number."""
-        return self.numbers.min(axis=0)
+        return np.asarray(self.numbers.min(axis=0))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class _Branches:
         return self._step_seconds(numbers) if self._fits(numbers) else np.inf
 
     def _step_seconds(self, numbers: Sequence[np.ndarray]) -> float:
-        return self.shape.step_seconds([StageSeconds(f, i + w, e, w) for f, i, w, e, _, _ in map(np.ndarray.tolist, numbers)])
+        return self.shape.step_seconds(
+            [StageSeconds(f, i + w, e, w) for f, i, w, e, _, _ in map(np.ndarray.tolist, numbers)]
+        )
 
     def _fits(self, numbers: Sequence[np.ndarray]) -> bool:
         """Whether all ranks hold no more than they may."""

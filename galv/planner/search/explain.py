@@ -33,7 +33,9 @@ class Explanation:
     fastest: Option
     """What the unit would take if memory were free."""
     seconds_per_gib: float
-    """By how much the stage's step would be shorter per GiB more, as far as one unit's change goes; 0 if memory is free."""
+    """By how much the stage's step would be shorter per GiB more, as far as one unit's change goes; 0 if memory is
+    free.
+    """
 
 
 def explain(table: CostTable, solution: Solution, unit: int) -> Explanation:

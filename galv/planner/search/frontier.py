@@ -2,8 +2,8 @@
 
 A frontier of n equal units is built by doubling, so depth costs its logarithm: two halves are put next to each other,
 what lies between them is paid, and for each pair of end layouts only points stay that no other beats in both numbers.
-Points that no optimum can use are dropped as well (`Price`). Dominated points never come back under addition, so what is
-left holds every optimum (Bellman 1957; Held and Karp 1962 for the end states).
+Points that no optimum can use are dropped as well (`Price`). Dominated points never come back under addition, so
+what is left holds every optimum (Bellman 1957; Held and Karp 1962 for the end states).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 class Price:
     """What a byte is worth, and how far above the least a point may lie to be kept.
 
-    A unit costs `seconds + seconds_per_byte * bytes` in priced seconds. Whoever knows that an optimum lies within `slack`
-    of the sum of all units' least priced seconds may drop every part that exceeds its own least sum by more. So with
-    bytes: of what the units can spare altogether no part may take more.
+    A unit costs `seconds + seconds_per_byte * bytes` in priced seconds. Whoever knows that an optimum lies within
+    `slack` of the sum of all units' least priced seconds may drop every part that exceeds its own least sum by more.
+    So with bytes: of what the units can spare altogether no part may take more.
     """
 
     seconds_per_byte: float = 0.0
@@ -90,7 +90,9 @@ def joined(a: Frontier, b: Frontier, transitions: np.ndarray, price: Price) -> F
 
 
 def entered(run: Frontier, transitions: np.ndarray) -> Frontier:
-    """`run` with the `transitions[x]` seconds added that its first unit's layout x costs; impossible ways are left out."""
+    """`run` with the `transitions[x]` seconds added that its first unit's layout x costs; impossible ways are left
+    out.
+    """
     seconds = run.seconds + transitions[run.first]
     kept = np.nonzero(np.isfinite(seconds))[0]
     left, right = run.sources
@@ -110,12 +112,10 @@ class _Points:
     @cached_property
     def ends(self) -> np.ndarray:
         """One number for each pair of end layouts."""
-        return self.first * (1 + int(np.max(self.last, initial=0))) + self.last
+        return np.asarray(self.first * (1 + int(np.max(self.last, initial=0))) + self.last)
 
 
-def _pruned(
-    points: _Points, floor: float, floor_bytes: float, parts: tuple[Frontier, Frontier] | None
-) -> Frontier:
+def _pruned(points: _Points, floor: float, floor_bytes: float, parts: tuple[Frontier, Frontier] | None) -> Frontier:
     """Those points that no other with the same ends beats; of equal ones the first."""
     order = np.lexsort((points.seconds, points.held_bytes, points.ends))
     if len(order):

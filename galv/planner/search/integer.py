@@ -1,10 +1,10 @@
 """The inner problem once more, as an integer linear program for HiGHS: an independent check of `assign`.
 
-For every run of equal units in a stage and every option o, x[o] units take o. For layouts a, b, y[a, b] counts the units
-of the run in layout b whose neighbour before has layout a: each unit has one, so sum over a of y[a, b] is the number of
-units in layout b, and what is entered is left but for the run's last unit (z marks its layout). These counts belong to one
-walk if the layouts in use hang together; where a solution has an island of layouts that nothing enters, a constraint that
-forbids it is added and the program is solved again.
+For every run of equal units in a stage and every option o, x[o] units take o. For layouts a, b, y[a, b] counts the
+units of the run in layout b whose neighbour before has layout a: each unit has one, so sum over a of y[a, b] is the
+number of units in layout b, and what is entered is left but for the run's last unit (z marks its layout). These
+counts belong to one walk if the layouts in use hang together; where a solution has an island of layouts that nothing
+enters, a constraint that forbids it is added and the program is solved again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from galv.planner.partition import Counts
 from galv.planner.search.table import CostTable, Option, Weights
 
 
-class _Solver(pulp.HiGHS):
+class _Solver(pulp.HiGHS):  # type: ignore[misc]  # pulp has no types
     """HiGHS as pulp calls it, silent."""
 
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
-        lp.solverModel = QuietHighs()
+        lp.solverModel = QuietHighs()  # type: ignore[no-untyped-call]  # nor has HiGHS
         lp.solverModel.setOptionValue("mip_rel_gap", self.gapRel)
         lp.solverModel.setOptionValue("mip_abs_gap", self.gapAbs)
         lp.solverModel.setOptionValue("threads", self.threads)

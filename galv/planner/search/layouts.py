@@ -1,10 +1,10 @@
 """Which layouts the runs of a stage use: branch and bound over sets, where no detour between layouts pays.
 
-If going from layout to layout over a third never costs less (the triangle inequality), a run of equal units goes through each
-of its layouts once, so what it pays depends only on the sets of layouts that the runs use: the cheapest order of each set,
-one after the other. With the sets open, the units' own seconds are a problem without layouts. Its optimum uses certain sets;
-either the true optimum uses all of these, then it is no better than this one with what these sets pay, or it lacks one of
-them: one branch for each, with those before it in use.
+If going from layout to layout over a third never costs less (the triangle inequality), a run of equal units goes
+through each of its layouts once, so what it pays depends only on the sets of layouts that the runs use: the cheapest
+order of each set, one after the other. With the sets open, the units' own seconds are a problem without layouts. Its
+optimum uses certain sets; either the true optimum uses all of these, then it is no better than this one with what
+these sets pay, or it lacks one of them: one branch for each, with those before it in use.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def cheapest(
 ) -> Sequenced | None:
     """The best sequence for runs of classes `names`, each class in one run; None when none is at most `at_most`.
 
-    `solve(sets, at_most)` gives the seconds and the options of the best units without layouts that keep to `sets`; `known`
-    are all layouts of each class.
+    `solve(sets, at_most)` gives the seconds and the options of the best units without layouts that keep to `sets`;
+    `known` are all layouts of each class.
     """
     best: Sequenced | None = None
     order, empty = count(), {name: frozenset[int]() for name in names}
@@ -85,7 +85,9 @@ def _paid(
         for before, (seconds, orders) in reach.items():
             for walk in permutations(sets[name]) if sets[name] else [()]:
                 steps = [before, *walk]
-                paid = seconds + sum(float(between[a, b]) for a, b in pairwise(steps) if a is not None and b is not None)
+                paid = seconds + sum(
+                    float(between[a, b]) for a, b in pairwise(steps) if a is not None and b is not None
+                )
                 last = walk[-1] if walk else None
                 if last not in after or paid < after[last][0]:
                     after[last] = paid, {**orders, name: walk}

@@ -1,9 +1,9 @@
 """Pipelines of one chunk a rank: cells are squeezed between a bound and the best cut found until none is left.
 
-Every cut takes at least the first microbatch's trip up and the last one's trip down, a sum over stages, plus what the worst
-stage adds to it (`Shape.extras`), a maximum over stages. `Squeeze` bounds for each cell, a segment of the chain on a stage,
-the best cut that has it. A cell whose bound is no better than the best cut found is dropped. What a cell costs is known
-ever better: first with memory ignored, then with fractions of units, then exactly.
+Every cut takes at least the first microbatch's trip up and the last one's trip down, a sum over stages, plus what
+the worst stage adds to it (`Shape.extras`), a maximum over stages. `Squeeze` bounds for each cell, a segment of the
+chain on a stage, the best cut that has it. A cell whose bound is no better than the best cut found is dropped. What
+a cell costs is known ever better: first with memory ignored, then with fractions of units, then exactly.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Line:
         return 0.0 if cuts is None else min((self._cut_bound(cut) for cut in cuts), default=np.inf)
 
     def _cut_bound(self, cut: tuple[int, ...]) -> float:
-        """A bound on all plans of one cut: the least that its stages need on the chain that takes longest in a good one.
+        """A bound on all plans of one cut: the least that its stages need on the chain that takes longest in a good
+        one.
 
         The choices that are least on that chain are tried as well.
         """
@@ -127,7 +128,7 @@ class Line:
         menus = [self._menu(name, self.shape.in_flight(stage)) for name in names]
         held = numbers @ np.array([menu.held_bytes.min() for menu in menus])
         working = np.where(numbers > 0, np.array([menu.working_bytes.min() for menu in menus]), 0.0).max(axis=1)
-        return held + working <= self.table.usable_bytes * (1 + _TOLERANCE)
+        return np.asarray(held + working <= self.table.usable_bytes * (1 + _TOLERANCE))
 
     def _menu(self, name: str, in_flight: float) -> Menu:
         return self.assigner.menu(name, (0.0, 0.0, 0.0), in_flight, by_layout=False)
@@ -174,7 +175,9 @@ class Line:
         return squeeze
 
     def _tried_some(self, squeeze: Squeeze) -> Chains:
-        """Looks at cuts of least trip under some thresholds; the chains with one more that such a cut takes longer for."""
+        """Looks at cuts of least trip under some thresholds; the chains with one more that such a cut takes longer
+        for.
+        """
         chains, (_, highs) = squeeze.chains, squeeze.thresholds
         for high in highs[:: max(1, len(highs) // _TRIES)]:
             found = squeeze.cut(float(high))

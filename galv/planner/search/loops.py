@@ -1,12 +1,13 @@
-"""Pipelines of several chunks a rank: chunks of even seconds, then better ones nearby; the bound spreads the ranks' work.
+"""Pipelines of several chunks a rank: chunks of even seconds, then better ones nearby; the bound spreads the ranks'
+work.
 
-A rank's chunks share its memory. For one cut, the rank's options are chosen together, as those of one stage with the units
-of all its chunks, and units that take the same option are spread evenly over the chunks. Cuts are sought by moving
-single units between chunks, as long as that makes the step shorter.
+A rank's chunks share its memory. For one cut, the rank's options are chosen together, as those of one stage with the
+units of all its chunks, and units that take the same option are spread evenly over the chunks. Cuts are sought by
+moving single units between chunks, as long as that makes the step shorter.
 
-The bound is on the slowest rank: whatever the cut, some rank's own work is at least the relaxed work of all ranks by their
-number (`relax`), and where a model is one row of equal blocks with one unit at either end, at least the best share of
-blocks, found exactly, rank by rank.
+The bound is on the slowest rank: whatever the cut, some rank's own work is at least the relaxed work of all ranks by
+their number (`relax`), and where a model is one row of equal blocks with one unit at either end, at least the best
+share of blocks, found exactly, rank by rank.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class Loops:
         key = rank, units
         if key not in self._ranks:
             choice = self.assigner.fastest(
-                units, in_flight=self.shape.in_flight(rank), weights=self.shape.busy, usable_bytes=self.table.usable_bytes
+                units,
+                in_flight=self.shape.in_flight(rank),
+                weights=self.shape.busy,
+                usable_bytes=self.table.usable_bytes,
             )
             self._ranks[key] = None if choice is None else tuple(choice.units())
         sequence = self._ranks[key]
@@ -188,8 +192,8 @@ def _dealt(
 ) -> list[list[Option]]:
     """The options of a rank's units dealt out to its chunks: in their order, or like options evenly."""
     if in_order:
-        options = iter(option for _, option in sequence)
-        return [[next(options) for _ in mine] for mine in names]
+        in_turn = iter([option for _, option in sequence])
+        return [[next(in_turn) for _ in mine] for mine in names]
     queues: dict[str, list[Option]] = {}
     for name, option in sequence:
         queues.setdefault(name, []).append(option)

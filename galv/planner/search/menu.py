@@ -80,8 +80,9 @@ class Menu:
     @cached_property
     def fastest(self) -> int:
         """The place of the fastest; of equally fast ones, of that which needs least bytes in all."""
-        ties = int(np.searchsorted(self.seconds, self.seconds[0], side="right"))
-        return int(np.argmin((self.held_bytes + self.working_bytes)[:ties]))
+        ties = int(np.searchsorted(self.seconds, self.seconds[0] * (1 + _ROUNDING), side="right"))
+        whole = (self.held_bytes + self.working_bytes)[:ties]
+        return int(np.lexsort((self.choices[:ties], whole))[0])
 
     def below(self, limit: float) -> Menu:
         """Those with at most `limit` working bytes."""
@@ -182,4 +183,4 @@ def working_limits(counts: Sequence[tuple[str, int]], menus: Mapping[str, Menu])
     """The values that the largest working set of a stage can take, ascending."""
     values = np.unique(np.concatenate([menus[name].working_bytes for name, _ in counts]))
     floor = max(menus[name].working_bytes.min(initial=np.inf) for name, _ in counts)
-    return values[values >= floor]
+    return np.asarray(values[values >= floor])

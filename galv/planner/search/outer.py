@@ -1,8 +1,9 @@
-"""The outer problem: which of many tables has the best plan. Best-first branch and bound, a pure function of the tables.
+"""The outer problem: which of many tables has the best plan. Best-first branch and bound, a pure function of the
+tables.
 
-Tables are looked at in the order of a cheap bound, each with the best plan so far as the one to beat, until no bound left is
-below it. What is minimized is a table's weight times the step: weights of 1 give the most throughput, numbers of devices the
-least cost of a sample.
+Tables are looked at in the order of a cheap bound, each with the best plan so far as the one to beat, until no bound
+left is below it. What is minimized is a table's weight times the step: weights of 1 give the most throughput,
+numbers of devices the least cost of a sample.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class _Search:
 _ROUNDING = 1e-8
 
 
-# ----------------------------------------------------------------------------------------------- step time against memory
+# ----------------------------------------------------------------------------------------------- step time against
+# memory
 
 
 @dataclass(frozen=True)

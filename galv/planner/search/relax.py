@@ -86,7 +86,9 @@ def _least_price(exchanges: list[_Exchange], excess_bytes: float) -> float:
 
 def _hull(options: Sequence[Option], num_microbatches: int, in_flight: float) -> list[tuple[float, float]]:
     """The lower convex hull of (held bytes, seconds), from the fastest option to the one that holds least."""
-    points = sorted({(o.held_bytes(in_flight), o.seconds(num_microbatches)) for o in options}, key=lambda p: (p[1], p[0]))
+    points = sorted(
+        {(o.held_bytes(in_flight), o.seconds(num_microbatches)) for o in options}, key=lambda p: (p[1], p[0])
+    )
     hull: list[tuple[float, float]] = []
     for point in points:
         if hull and point[0] >= hull[-1][0]:

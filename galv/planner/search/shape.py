@@ -1,5 +1,5 @@
-"""A table's pipeline: which rank holds which chunk, what a rank holds at once, what a step takes, and chains of work that
-its schedule cannot shorten."""
+"""A table's pipeline: which rank holds which chunk, what a rank holds at once, what a step takes, and chains of work
+that its schedule cannot shorten."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class Shape:
     def extras(self, rank: int) -> tuple[Weights, ...]:
         """What a rank of one chunk adds to the trip, one entry for each chain.
 
-        With w microbatches in flight on the rank under 1F1B: the first microbatch goes up and back to the rank, which then
-        has its m - w other forwards and m - 1 other backwards to do before the last gradient goes down; read backwards in
-        time, m - 1 forwards and m - w backwards precede its last forward, which goes up and all the way down. Under GPipe
-        all microbatches pass a rank up and then down. Where backward is split, the rank's own end counts: all its work
-        that comes after the first microbatch is back.
+        With w microbatches in flight on the rank under 1F1B: the first microbatch goes up and back to the rank,
+        which then has its m - w other forwards and m - 1 other backwards to do before the last gradient goes down;
+        read backwards in time, m - 1 forwards and m - w backwards precede its last forward, which goes up and all
+        the way down. Under GPipe all microbatches pass a rank up and then down. Where backward is split, the rank's
+        own end counts: all its work that comes after the first microbatch is back.
         """
         m = float(self.num_microbatches)
         if self.schedule == "gpipe":
@@ -95,10 +95,11 @@ class Shape:
     def longest_loop(self, laps: np.ndarray) -> tuple[np.ndarray, float]:
         """The chain of work that takes longest on stages of such laps: its visits to each stage, and its transfers.
 
-        Under 1F1B a stage s that has microbatches to send follows on the first one's way back, and on the last one's way up
-        and down it is passed again. Between these lie m - w - 1 of its rounds, each a backward and a forward. Instead of L
-        rounds of its own, a chain can climb to stage s + L - 1, turn there into that stage's next backward and come back:
-        one visit to each of L stages and the transfers between them (`pipeline.makespan_lower_bound_seconds`).
+        Under 1F1B a stage s that has microbatches to send follows on the first one's way back, and on the last one's
+        way up and down it is passed again. Between these lie m - w - 1 of its rounds, each a backward and a forward.
+        Instead of L rounds of its own, a chain can climb to stage s + L - 1, turn there into that stage's next
+        backward and come back: one visit to each of L stages and the transfers between them
+        (`pipeline.makespan_lower_bound_seconds`).
         """
         p, m, c = self.num_ranks, self.num_microbatches, self.transfer_seconds
         best = np.zeros(p), 0.0
@@ -123,7 +124,9 @@ class Shape:
         return best
 
     def longest_chain(self, stages: Sequence[StageSeconds]) -> tuple[np.ndarray, float]:
-        """The longest chain of work over stages of such times, one chunk a rank: (stages, 2) visits, and its transfers."""
+        """The longest chain of work over stages of such times, one chunk a rank: (stages, 2) visits, and its
+        transfers.
+        """
         times = np.array([(stage.forward_seconds, stage.backward_seconds) for stage in stages])
         base, fixed = np.tile(np.array(self.trip[:2]), (self.num_ranks, 1)), self.trip_transfers_seconds
         found = []

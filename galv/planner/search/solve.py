@@ -1,8 +1,8 @@
 """The best plan of one outer choice: where to cut the chain, what each stage does, and a lower bound as proof.
 
-The step time of a cut is the simulated schedule over its chunks plus the longest once-a-step work. With one stage there is
-nothing to cut and the inner problem is the answer. A pipeline of one chunk a rank is squeezed (`line`), one of several
-chunks a rank is spread (`loops`); where the cuts are few, all of them are looked at (`every`).
+The step time of a cut is the simulated schedule over its chunks plus the longest once-a-step work. With one stage
+there is nothing to cut and the inner problem is the answer. A pipeline of one chunk a rank is squeezed (`line`), one
+of several chunks a rank is spread (`loops`); where the cuts are few, all of them are looked at (`every`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def solve(
 ) -> Solved:
     """The best plan of `table` that takes less than `incumbent_seconds`, if there is one, and a bound on all.
 
-    A solution within `tolerance` (a share of its seconds) of the bound is good enough to stop at. `clock` ends the search
-    early: what was found until then is returned with its bound.
+    A solution within `tolerance` (a share of its seconds) of the bound is good enough to stop at. `clock` ends the
+    search early: what was found until then is returned with its bound.
     """
     clock = clock or Clock()
     shape = Shape.of(table)

@@ -1,9 +1,10 @@
 """Bounds on cuts whose cost is the greatest of some sums over stages, one of them plus a maximum over stages.
 
-A cell is a segment of the chain that a stage may hold; it has a trip, a lap and an extra. A chain of work visits each stage some
-number of times and so takes a weighted sum of the trips; the first chain visits each once and also takes the greatest of the
-extras. For a threshold on the extras the least of each sum is a dynamic program over the cut. The greatest of those least
-sums bounds every cut under the threshold, so all thresholds together bound all cuts; likewise for all cuts with a given cell.
+A cell is a segment of the chain that a stage may hold; it has a trip, a lap and an extra. A chain of work visits
+each stage some number of times and so takes a weighted sum of the trips; the first chain visits each once and also
+takes the greatest of the extras. For a threshold on the extras the least of each sum is a dynamic program over the
+cut. The greatest of those least sums bounds every cut under the threshold, so all thresholds together bound all
+cuts; likewise for all cuts with a given cell.
 """
 
 from __future__ import annotations
@@ -156,11 +157,7 @@ class Squeeze:
         after = self._after(np.inf)
         for s, cells in enumerate(self.stages):
             leads_on = np.isfinite(after[s + 1][0][cells.stops])
-            found = [
-                (*cut, int(stop))
-                for cut in found
-                for stop in cells.stops[(cells.starts == cut[-1]) & leads_on]
-            ]
+            found = [(*cut, int(stop)) for cut in found for stop in cells.stops[(cells.starts == cut[-1]) & leads_on]]
             if len(found) > most:
                 return None
         return found

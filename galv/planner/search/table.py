@@ -45,7 +45,7 @@ class Option:
         forward, backward, step = weights
         return forward * self.forward_seconds + backward * self.backward_seconds + step * self.step_seconds
 
-    def held_bytes(self, in_flight: int) -> float:
+    def held_bytes(self, in_flight: float) -> float:
         """Bytes held with `in_flight` microbatches alive."""
         return self.state_bytes + in_flight * self.activation_bytes
 
@@ -73,7 +73,8 @@ class CostTable:
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The options chosen for the units of one stage: for each run of a class in order, its options and how many take each.
+    """The options chosen for the units of one stage: for each run of a class in order, its options and how many take
+    each.
 
     Where layouts cost nothing, units of a class may stand in one run although others lie between them.
     """

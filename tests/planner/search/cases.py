@@ -48,13 +48,13 @@ def tables(
     max_layouts: int = 3,
     most_plans: int = 50_000,
 ) -> CostTable:
-    """Tables with one to three unit classes, small enough to enumerate; some layouts cannot stand next to each other."""
+    """Tables with one to three unit classes, small enough to enumerate; some layouts cannot stand next to each
+    other.
+    """
     chain = tuple(draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=max_units)))
     most = max(1, min(max_options, int(most_plans ** (1 / len(chain)) + 1e-9)))
     layouts = draw(st.integers(1, max_layouts))
-    picks = {
-        name: tuple(draw(st.lists(options_of(layouts), min_size=1, max_size=most))) for name in sorted(set(chain))
-    }
+    picks = {name: tuple(draw(st.lists(options_of(layouts), min_size=1, max_size=most))) for name in sorted(set(chain))}
     pairs = [(a, b) for a in range(layouts) for b in range(layouts) if a != b]
     changes = {pair: (float(draw(st.integers(0, 5))), float(draw(st.integers(0, 5)))) for pair in pairs}
     lost = draw(st.sets(st.sampled_from(pairs), max_size=2)) if pairs else set()
