@@ -372,13 +372,6 @@ class Alternative(Frozen):
     """Why not, when `step_seconds` is None."""
 
 
-class Pruned(Frozen):
-    """Candidates that gave no plan, for one reason."""
-
-    reason: str
-    candidates: int = Field(ge=0, le=2**62)
-
-
 class SearchReport(Frozen):
     """What the search did."""
 
@@ -388,8 +381,8 @@ class SearchReport(Frozen):
     proven_optimal: bool
     gap: float = Field(ge=0, le=1)
     """At most this share of the step time could still be saved within the searched space; 0 when proven."""
-    pruned: tuple[Pruned, ...] = ()
-    """Candidates that were not searched to the end, by reason."""
+    pruned: tuple[tuple[str, int], ...] = ()
+    """Why candidates gave no plan, and how many."""
     is_time_limited: bool = False
     """Whether the search ended because its time was up."""
 

@@ -17,7 +17,7 @@ from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
 from galv.planner.graph import Exclusion, ModelGraph
-from galv.planner.plan import Pruned, SearchReport, SequenceMode
+from galv.planner.plan import SearchReport, SequenceMode
 from galv.planner.plan_table import gib, gib_enough
 from galv.planner.reporter import Reporter
 from galv.planner.search.memory import least_memory, least_usable_bytes
@@ -114,7 +114,7 @@ def _report(outcome: Outcome, seconds: float) -> SearchReport:
         candidates=outcome.priced,
         proven_optimal=outcome.gap == 0.0,
         gap=outcome.gap,
-        pruned=tuple(Pruned(reason=reason, candidates=number) for reason, number in outcome.pruned),
+        pruned=outcome.pruned,
         is_time_limited=outcome.is_time_limited,
     )
 
