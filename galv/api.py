@@ -279,7 +279,7 @@ def parallelize(
     return apply(
         model,
         plan,
-        glue=lambda: glue_for(model, plan),
+        glue=lambda num_samples: glue_for(model, plan, num_samples),
         device=device,
         seed=seed,
         targets=targets,

@@ -8,9 +8,7 @@ belongs to. `planner` writes plans, `runtime` reads them.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -26,6 +24,7 @@ from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
 from galv.planner.plan_checks import faults, repeated
+from galv.planner.plan_file import write_whole
 
 SCHEMA_VERSION: Final = 1
 MAX_GLOBAL_BATCH: Final = 2**40
@@ -423,13 +422,22 @@ class Plan(Frozen):
 
     @property
     def data_parallel_degree(self) -> int:
-        """Groups that each take their own samples."""
+        """Groups that each take their own samples, in the first unit: it decides which samples a rank is fed with."""
         return self.stages[0].units[0].strategy.dp
 
     @property
+    def data_degrees(self) -> tuple[int, ...]:
+        """The data-parallel degrees of the units, ascending; more than one where units differ."""
+        return tuple(sorted({unit.strategy.dp for unit in self.units()}))
+
+    @property
     def micro_batch(self) -> int:
-        """Samples that one data-parallel group processes at once."""
-        return self.training.global_batch // (self.training.num_microbatches * self.data_parallel_degree)
+        """Samples that one data-parallel group of the first unit processes at once."""
+        return self.samples_at(self.data_parallel_degree)
+
+    def samples_at(self, degree: int) -> int:
+        """Samples of a microbatch that each of `degree` data-parallel groups processes."""
+        return self.training.global_batch // (self.training.num_microbatches * degree)
 
     def layout_of(self, unit: Unit) -> TensorParallelLayout | None:
         """The placements of `unit` on the tensor axis, None at tp 1."""
@@ -478,22 +486,3 @@ class Plan(Frozen):
         for fault in faults(self):
             raise ValueError(fault)
         return self
-
-
-def write_whole(text: str, path: str | Path) -> None:
-    """Makes `text` the content of the file at `path`, whole or not at all.
-
-    A link is followed: what it leads to is replaced. Raises OSError where the system refuses, and where something is
-    at `path` that is no regular file (a device, a pipe, a folder): that cannot be replaced without being destroyed.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    partial = target.with_name(f".galv-{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)

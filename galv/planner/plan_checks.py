@@ -5,6 +5,7 @@ Each check yields what is wrong, with its place; `Plan` refuses itself at the fi
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -57,15 +58,12 @@ def _units(plan: Plan) -> Iterator[str]:
     if twice is not None:
         yield f"stages: two units are named {twice!r}"
     per_stage = plan.num_devices // plan.pipeline.degree
-    first = next(plan.units()).strategy
     for unit in plan.units():
         strategy = unit.strategy
         if strategy.num_devices * plan.pipeline.degree != plan.num_devices:
             yield f"unit {unit.name}: {strategy} covers {strategy.num_devices} devices of {per_stage}"
         if plan.training.stack == "galv":
             yield from _not_run(unit)
-        if strategy.tp != first.tp:
-            yield f"unit {unit.name}: tp {strategy.tp} beside units with tp {first.tp}; all units share one degree"
 
 
 def _not_run(unit: Unit) -> Iterator[str]:
@@ -73,8 +71,6 @@ def _not_run(unit: Unit) -> Iterator[str]:
     strategy = unit.strategy
     if strategy.cp > 1:
         yield f"unit {unit.name}: galv does not run context parallelism (cp {strategy.cp})"
-    if strategy.zero and strategy.dp_replicate > 1:
-        yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
     if strategy.ep > 1:
         yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
     if strategy.offload:
@@ -83,11 +79,12 @@ def _not_run(unit: Unit) -> Iterator[str]:
 
 def _batch(plan: Plan) -> Iterator[str]:
     training = plan.training
-    if plan.micro_batch * training.num_microbatches * plan.data_parallel_degree != training.global_batch:
-        yield (
-            f"training: global batch {training.global_batch} is not microbatch x {training.num_microbatches} "
-            f"microbatches x {plan.data_parallel_degree} data-parallel groups"
-        )
+    for degree in plan.data_degrees:
+        if plan.samples_at(degree) * training.num_microbatches * degree != training.global_batch:
+            yield (
+                f"training: global batch {training.global_batch} is not microbatch x {training.num_microbatches} "
+                f"microbatches x {degree} data-parallel groups"
+            )
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -123,6 +120,21 @@ def _tied(plan: Plan) -> Iterator[str]:
         for name in group:
             if not any(_owns(unit, name) for unit in units):
                 yield f"model.tied.{index}: no unit holds {name!r}"
+    if plan.training.stack == "galv":
+        yield from _unlike_ties(plan)
+
+
+def _unlike_ties(plan: Plan) -> Iterator[str]:
+    """Units of one stage that share a tensor but cut it in other ways: it is one tensor there."""
+    for group, stage in itertools.product(plan.model.tied, plan.stages):
+        units = [unit for unit in stage.units if any(_owns(unit, name) for name in group)]
+        for unit in units[1:]:
+            ours, first = unit.strategy, units[0].strategy
+            if (ours.tp, ours.cp, ours.sequence) != (first.tp, first.cp, first.sequence):
+                yield (
+                    f"unit {unit.name}: {ours} beside {first} of unit {units[0].name}, which is tied to it "
+                    f"({', '.join(group)}) on one stage; give both one tp and sequence mode, or put them on two stages"
+                )
 
 
 def _owns(unit: Unit, parameter: str) -> bool:

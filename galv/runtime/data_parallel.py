@@ -81,13 +81,22 @@ def _depth(group: tuple[Unit, ...]) -> int:
 
 def uses_ddp(plan: Plan) -> bool:
     """Whether DistributedDataParallel runs this plan."""
-    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units())
+    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == unit.strategy.cp == 1 for unit in plan.units())
     return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
 
 
-def uses_fsdp(plan: Plan) -> bool:
-    """Whether `fully_shard` runs this plan; where neither it nor DDP does, there is nothing to reduce or cast."""
-    return not uses_ddp(plan) and (plan.data_parallel_degree > 1 or plan.training.precision != "fp32")
+def uses_fsdp(plan: Plan, unit: Unit) -> bool:
+    """Whether `fully_shard` runs `unit`; where neither it nor DDP does, there is nothing to reduce or cast."""
+    return not uses_ddp(plan) and (unit.strategy.dp > 1 or plan.training.precision != "fp32")
+
+
+def uses_traced_forward(plan: Plan) -> bool:
+    """Whether the forward that runs is the traced one, not the model's own.
+
+    So with a pipeline, which cuts it into stages, and where units have different data-parallel degrees: what lies
+    between their modules is then computed for other samples, too.
+    """
+    return plan.pipeline.degree > 1 or len(plan.data_degrees) > 1
 
 
 def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:

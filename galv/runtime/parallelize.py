@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from galv.errors import ModelError, UnknownName
 from galv.planner.plan import Layout, Plan, Redistribution, Unit, absolute_name
 from galv.runtime import data_parallel
+from galv.runtime.borders import with_borders
 from galv.runtime.data_parallel import GradientSync, Group
 from galv.runtime.loss import Targets, shifts_labels
 from galv.runtime.loss_scale import LossScale
@@ -22,17 +22,15 @@ from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
 from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
-from galv.runtime.randomness import Randomness, ShardRegions, seed_from
+from galv.runtime.randomness import Randomness, ShardRegions, Streams, seed_from
 from galv.runtime.recompute import apply_recompute
 from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
-from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_argument, convert_input, convert_output
+from galv.runtime.sized_glue import Glue, sized
+from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
 from galv.runtime.ties import Ties
 from galv.runtime.transfers import directions
 from galv.schedules import SPLIT, Operation
-
-Glue = fx.GraphModule | Callable[[], fx.GraphModule]
-"""A model's traced forward around its units, or what gives it."""
 
 
 def parallelize(
@@ -50,12 +48,13 @@ def parallelize(
 
     Meta tensors of the model are initialized from `seed`, or taken from `weights` (see `materialize`); real ones keep
     rank 0's values. `glue` is the model's traced forward around its units, or gives it when the model has been found
-    to be the plan's; needed with a pipeline. `device` is by default this rank's GPU where there is one and NCCL talks
-    to it, else the CPU. `targets` names the input with the targets that the loss is a mean over (see `train_step`).
+    to be the plan's; needed with a pipeline, and where units have different data-parallel degrees. `device` is by
+    default this rank's GPU where there is one and NCCL talks to it, else the CPU. `targets` names the input with the
+    targets that the loss is a mean over (see `train_step`).
 
     Raises RunError when the world size is not the plan's, UnknownName when the plan has no input called `targets`, and
     ModelError when the model is not the plan's (`fingerprint` is the model's, when known), when it has a tensor that
-    cannot be initialized, or when it returns no loss and there is a pipeline.
+    cannot be initialized, and, where `glue` is needed, when the model returns no loss or cannot be cut.
     """
     _check_model(model, plan, fingerprint)
     _check_targets(plan, targets)
@@ -63,7 +62,8 @@ def parallelize(
     _without_cache(model)
     place = join_world(plan, device)
     meshes = Meshes(plan, place.type)
-    chunks = _chunks(model, plan, glue, meshes, place)
+    streams = _streams(plan, meshes, place, seed)
+    chunks = _chunks(model, plan, glue, meshes, streams, place)
     # Every rank still has the whole model, on whatever device.
     broadcast_weights(model, place)
     # All before the first changes the model.
@@ -71,7 +71,7 @@ def parallelize(
     separate_copies([here.stage for here in chunks if isinstance(here.stage, StageModule)])
     for here, source in zip(chunks, sources, strict=True):
         _apply(here, source)
-    return _finished(chunks, Targets(shifts_labels(model), targets), seed)
+    return _finished(chunks, Targets(shifts_labels(model), targets))
 
 
 def _apply(here: _Here, materializer: Materializer) -> None:
@@ -90,6 +90,9 @@ def _apply(here: _Here, materializer: Materializer) -> None:
     materializer.fill(here.stage, "")
     # After all units, for the outermost module gathers and frees nothing itself but leads those inside.
     _shard_root(here)
+    for unit in here.units:
+        # Outside of recompute, which goes back to the random state of the first time itself.
+        _draw(here, unit)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
 
@@ -102,6 +105,7 @@ class _Here:
     """Which of the plan's stages it is."""
     plan: Plan
     meshes: Meshes
+    streams: Streams
     device: torch.device
     holder: nn.Module
     """Holds the stage as `model`, so that every module of the stage has a parent."""
@@ -126,21 +130,35 @@ class _Here:
         return self.holder.get_submodule(f"model.{name}".rstrip("."))
 
 
-def _chunks(model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, device: torch.device) -> list[_Here]:
-    """This rank's chunks of the model, in its order; without a pipeline all of it is one."""
-    if plan.pipeline.degree == 1:
-        return [_here(0, plan, meshes, device, model)]
+def _streams(plan: Plan, meshes: Meshes, device: torch.device, seed: int) -> Streams:
+    """A random state for each data-parallel degree: alike where samples are shared, on this stage."""
+    own = {
+        degree: Randomness(device, seed_from(seed, degree, meshes.data_rank(degree), meshes.stage_index))
+        for degree in plan.data_degrees
+    }
+    return Streams(plan.data_parallel_degree, own)
+
+
+def _chunks(
+    model: nn.Module, plan: Plan, glue: Glue | None, meshes: Meshes, streams: Streams, device: torch.device
+) -> list[_Here]:
+    """This rank's chunks of the model, in its order: all of it, or stages of its traced forward where one is needed."""
+    if not data_parallel.uses_traced_forward(plan):
+        return [_here(0, plan, meshes, streams, device, model)]
     if glue is None:
-        raise ModelError("a plan with a pipeline needs the model's traced forward (glue) to be cut into stages")
-    traced = glue if isinstance(glue, fx.GraphModule) else glue()
+        raise ModelError(
+            "a plan with a pipeline, or with different data-parallel degrees, needs the model's traced forward (glue)"
+        )
+    # All changes of form between units are in it.
+    traced = with_borders(sized(glue, plan), plan, meshes, streams)
     indices = plan.pipeline.stages_of_rank(meshes.stage_index)
-    return [_here(i, plan, meshes, device, build_stage(model, plan, traced, i, device)) for i in indices]
+    return [_here(i, plan, meshes, streams, device, build_stage(model, plan, traced, i, device)) for i in indices]
 
 
-def _here(index: int, plan: Plan, meshes: Meshes, device: torch.device, stage: nn.Module) -> _Here:
+def _here(index: int, plan: Plan, meshes: Meshes, streams: Streams, device: torch.device, stage: nn.Module) -> _Here:
     holder = nn.Module()
     holder.add_module("model", stage)
-    return _Here(index, plan, meshes, device, holder, Ties(stage))
+    return _Here(index, plan, meshes, streams, device, holder, Ties(stage))
 
 
 # ----------------------------------------------------------------------------------------------- checks
@@ -224,7 +242,7 @@ def _put_off(here: _Here, unit: Unit) -> None:
 
 
 def _shard(here: _Here, group: Group) -> None:
-    if not data_parallel.uses_fsdp(here.plan):
+    if not data_parallel.uses_fsdp(here.plan, group.unit):
         return
     mesh = here.meshes.data(group.unit.strategy)
     modules = [here.module(name) for unit in group.units for name in unit.modules]
@@ -233,21 +251,27 @@ def _shard(here: _Here, group: Group) -> None:
 
 def _shard_root(here: _Here) -> None:
     is_unit = any("" in unit.modules for unit in here.units)
-    if data_parallel.uses_fsdp(here.plan) and not is_unit:
-        fully_shard(here.stage, mesh=here.meshes.data(here.units[0].strategy))
+    if not is_unit and any(data_parallel.uses_fsdp(here.plan, unit) for unit in here.units):
+        # It holds nothing itself: units that need no `fully_shard` stay as they are.
+        own = set(here.stage.parameters())
+        fully_shard(here.stage, mesh=here.meshes.data(here.units[0].strategy), ignored_params=own)
+
+
+def _draw(here: _Here, unit: Unit) -> None:
+    for name in unit.modules:
+        here.streams.surround(here.module(name), unit.strategy.dp)
 
 
 def _convert_borders(here: _Here) -> None:
-    """Changes the layout of the activation in front of each unit that takes another than the unit before it gives."""
-    everything = list(here.plan.units())
-    for before, unit in pairwise(everything):
-        if unit not in here.units:
-            continue
-        mesh = here.meshes.of(unit.strategy)["tp"] if unit.strategy.tp > 1 else None
-        if isinstance(here.stage, StageModule) and not unit.is_block and before not in here.units:
-            _convert_crossings(here.stage, unit, mesh)
-        elif before.activation != unit.activation:
-            assert mesh is not None, "only the tensor axis has layouts"
+    """Changes the layout of the activation in front of each unit that takes another than the unit before it gives.
+
+    Only where the model's own forward runs: a traced one has that in it.
+    """
+    if isinstance(here.stage, StageModule):
+        return
+    for before, unit in pairwise(here.units):
+        if before.activation != unit.activation:
+            mesh = here.meshes.tensor(unit.strategy.tp)
             change = Redistribution(source=before.activation, target=unit.activation)
             if unit.is_block:
                 convert_input(here.module(unit.modules[0]), change, mesh)
@@ -255,21 +279,12 @@ def _convert_borders(here: _Here) -> None:
                 convert_output(here.module(before.modules[0]), change, mesh)
 
 
-def _convert_crossings(stage: StageModule, unit: Unit, mesh: DeviceMesh | None) -> None:
-    """Gives `unit`, the first of the stage and no block, all that crosses to it in its own layout."""
-    for position, crossing in enumerate(stage.crossings_in):
-        if crossing.layout != unit.activation:
-            assert mesh is not None, "only the tensor axis has layouts"
-            change = Redistribution(source=crossing.layout, target=unit.activation)
-            convert_argument(stage, position, change, mesh)
-
-
-def _finished(chunks: list[_Here], targets: Targets, seed: int) -> ParallelModule:
+def _finished(chunks: list[_Here], targets: Targets) -> ParallelModule:
     here = chunks[0]
     stages = [chunk.stage for chunk in chunks if isinstance(chunk.stage, StageModule)]
     called: Callable[..., Any] = here.stage
     if data_parallel.uses_ddp(here.plan):
-        called = replicas = Replicas(here.stage, here.meshes.data_group)
+        called = replicas = Replicas(here.stage, here.meshes.data_group(here.plan.data_parallel_degree))
         here.sync.add_replicas(replicas)
     parts = Parts(
         plan=here.plan,
@@ -280,15 +295,17 @@ def _finished(chunks: list[_Here], targets: Targets, seed: int) -> ParallelModul
         copies=frozenset().union(*(stage.tied_copies for stage in stages)),
         targets=targets,
         called=called,
-        randomness=Randomness(here.device, seed_from(seed, here.meshes.data_rank, here.meshes.stage_index)),
+        randomness=here.streams.main,
         loss_scale=LossScale() if here.plan.training.precision == "fp16" else None,
-        runner=_runner(chunks, stages) if stages else None,
+        runner=_runner(chunks, stages),
     )
     return ParallelModule(side_by_side(stages) if stages else here.stage, parts)
 
 
-def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner:
+def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner | None:
     here, by_index = chunks[0], {chunk.index: chunk for chunk in chunks}
+    if here.plan.pipeline.degree == 1:
+        return None
 
     def before(operation: Operation, last: bool) -> None:
         whole = operation.kind == "backward"
@@ -299,6 +316,5 @@ def _runner(chunks: list[_Here], stages: list[StageModule]) -> PipelineRunner:
         chunk = by_index[operation.chunk]
         chunk.sync.finish(chunk.stage, last=last)
 
-    mesh = here.meshes.base
-    groups = directions(mesh, "pp")
-    return PipelineRunner(stages, here.plan, mesh.get_group("pp"), here.device, before, after, groups)
+    groups = directions(here.meshes.of(here.plan.stages[0].units[0].strategy), "pp")
+    return PipelineRunner(stages, here.plan, here.meshes.pipeline_group, here.device, before, after, groups)

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from galv.errors import ModelError, UsageError
 from galv.planner.capture.glue import trace_glue
 from galv.planner.plan import Plan, ScheduleName, Strategy
+from galv.runtime.borders import with_borders
 from galv.runtime.loss import Targets, loss_of, microbatch_weights, weighted
 from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
 from galv.runtime.schedule import PipelineRunner
+from galv.runtime.sized_glue import sized
 from galv.schedules import SPLIT, Operation, orders
 from tests.distributed_pool import Pool
 from tests.plans import MODELS, hand_made_plan, leaves, random_batch
@@ -27,8 +29,13 @@ CUTS = [(2, 3), (1, 4), (4, 1), (1, 1, 3), (1, 1, 1, 1, 1)]
 
 def stages_of(model: nn.Module, plan: Plan) -> list[StageModule]:
     """All stages of the plan, over one model."""
-    glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+    glue = bordered(trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0)), plan)
     return [build_stage(model, plan, glue, index, CPU) for index in range(len(plan.stages))]
+
+
+def bordered(glue: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """The forward as one rank would run it, of a plan that redistributes nothing."""
+    return with_borders(sized(glue, plan), plan)
 
 
 # ----------------------------------------------------------------------------------------------- the cut
@@ -116,7 +123,8 @@ def test_skip_connections_pass_through() -> None:
     torch.manual_seed(0)
     model, inputs = Skipping(), {"x": torch.randn(2, 4), "y": torch.randn(2, 4)}
     glue = trace_glue(model, [name for names in SKIPPING_UNITS for name in names], inputs)
-    stages = [build_stage(model, skipping_plan(), glue, index, CPU) for index in range(4)]
+    plan = skipping_plan()
+    stages = [build_stage(model, plan, bordered(glue, plan), index, CPU) for index in range(4)]
     model(**inputs).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -134,8 +142,9 @@ def test_units_out_of_order_are_refused() -> None:
     """A plan whose units are not in the model's order is refused with the module and the stages."""
     model, inputs = Skipping(), {"x": torch.randn(2, 4), "y": torch.randn(2, 4)}
     glue = trace_glue(model, [name for names in SKIPPING_UNITS for name in names], inputs)
+    plan = skipping_plan((1, 0, 2, 3))
     with pytest.raises(ModelError, match=r"module 'blocks.0' is on stage 0 but needs a value from stage 1"):
-        build_stage(model, skipping_plan((1, 0, 2, 3)), glue, 0, CPU)
+        build_stage(model, plan, bordered(glue, plan), 0, CPU)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
@@ -144,7 +153,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     glue = trace_glue(llama, leaves(llama), random_batch(2, 0))
     gpt2 = MODELS["gpt2"]()
     with pytest.raises(ModelError, match=r"no unit of the plan holds module 'model.embed_tokens'"):
-        build_stage(gpt2, hand_made_plan(gpt2, stages=(2, 3), schedule="gpipe"), glue, 0, CPU)
+        bordered(glue, hand_made_plan(gpt2, stages=(2, 3), schedule="gpipe"))
 
 
 def test_sequence_shards_cross_as_shards() -> None:
@@ -156,7 +165,7 @@ def test_sequence_shards_cross_as_shards() -> None:
     stage = plan.stages[0].model_copy(update={"units": (units[0], sharded)})
     plan = plan.model_copy(update={"stages": (stage, plan.stages[1])})
     glue = trace_glue(model, leaves(model), random_batch(2, 0))
-    (crossing,) = build_stage(model, plan, glue, 1, CPU).crossings_in
+    (crossing,) = build_stage(model, plan, bordered(glue, plan), 1, CPU).crossings_in
     assert tuple(crossing.meta.shape) == (2, 8, 32)
 
 
