@@ -389,6 +389,10 @@ class SearchReport(Frozen):
     proven_optimal: bool
     gap: float = Field(ge=0, le=1)
     """At most this share of the step time could still be saved within the searched space; 0 when proven."""
+    pruned: tuple[tuple[str, int], ...] = ()
+    """Why candidates gave no plan, and how many."""
+    is_time_limited: bool = False
+    """Whether the search ended because its time was up."""
 
 
 class Plan(Frozen):
