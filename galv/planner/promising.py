@@ -73,7 +73,9 @@ def own_seconds(shared: FactsPricer, candidate: Candidate) -> float:
                 forward, backward = own.forward_seconds, own.backward_seconds
                 least = min(least, forward + backward + own.forward_sent_seconds + own.backward_sent_seconds)
         steady += number * least
-    return steady_bound_seconds(outer.num_microbatches * steady, steady, outer.schedule, outer.pp, outer.num_microbatches)
+    return steady_bound_seconds(
+        outer.num_microbatches * steady, steady, outer.schedule, outer.pp, outer.num_microbatches
+    )
 
 
 def _quick_seconds(priced: PricedTable, goal_seconds: float, clock: Clock) -> float:

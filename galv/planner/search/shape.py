@@ -16,6 +16,7 @@ from galv.planner.plan import ScheduleName
 from galv.planner.search.table import CostTable, Weights
 from galv.schedules import executed_schedule, rank_of_chunk
 
+
 @dataclass(frozen=True)
 class Shape:
     """The pipeline of a table. A rank holds `virtual_stages` chunks of the model, numbered along the model."""
