@@ -50,19 +50,26 @@ class Loops:
         least = self.incumbent_seconds if self.best is None else min(self.incumbent_seconds, self.best.step_seconds)
         return least * (1 - max(self.tolerance, _TOLERANCE))
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time is up; it is not before there is a plan at all."""
+        return self.clock.is_over and np.isfinite(self.goal_seconds)
+
     def solve(self) -> Found:
         """The best plan of the even cut that beats the incumbent, if any, and a bound on all plans of that cut."""
-        cut = self._even()
-        bound = self._floor_seconds(cut)
-        if bound < self.goal_seconds and not self.clock.is_over:
-            found = self._evaluated(cut)
+        bound = self.floor_seconds(with_memory=False)
+        if bound < self.goal_seconds:
+            bound = self.floor_seconds(with_memory=True)
+        if bound < self.goal_seconds and not self._is_over:
+            found = self._evaluated(self.cut)
             if found is not None and found.step_seconds < self.incumbent_seconds:
                 self.best = found
         return Found(self.best, min(bound, self.goal_seconds))
 
     # -- the cut
 
-    def _even(self) -> tuple[int, ...]:
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
         """The cut whose slowest chunk is fastest, memory ignored."""
         each = np.array([min(o.seconds(1) for o in self.table.options[name]) for name in self.table.chain])
         upto = np.concatenate(([0.0], np.cumsum(each)))
@@ -113,24 +120,33 @@ class Loops:
 
     # -- the bound
 
-    def _floor_seconds(self, cut: tuple[int, ...]) -> float:
-        """Seconds that no plan of the cut can stay below; infinite when a rank cannot hold its units."""
-        split, transfer = self.shape.schedule in SPLIT, self.shape.transfer_seconds
+    def floor_seconds(self, *, with_memory: bool) -> float:
+        """Seconds that no plan can stay below; infinite when a rank cannot hold its units, where memory counts."""
+        split, transfer, cut = self.shape.schedule in SPLIT, self.shape.transfer_seconds, self.cut
         least = {name: _least_trip_seconds(options, split) for name, options in self.table.options.items()}
         floor = wait = 0.0
         # The lowest chunk of rank r is the model's chunk r.
         for rank in range(self.shape.num_ranks):
-            names = [name for chunk in self.shape.chunks(rank) for name in self.table.chain[slice(*cut[chunk:][:2])]]
-            work = self.assigner.relaxed_seconds(
-                tuple(Counter(names).items()),
-                in_flight=self.shape.in_flight(rank),
-                weights=self.shape.busy,
-                usable_bytes=self.table.usable_bytes,
-            )
-            floor = max(floor, wait + work)
-            wait += sum(least[name] for name in self.table.chain[slice(*cut[rank:][:2])])
+            chunks = self.shape.chunks(rank)
+            names = Counter(name for c in chunks for name in self.table.chain[cut[c] : cut[c + 1]])
+            floor = max(floor, wait + (self._work_seconds(rank, names) if with_memory else self._free_seconds(names)))
+            wait += sum(least[name] for name in self.table.chain[cut[rank] : cut[rank + 1]])
             wait += transfer if split else 2 * transfer
         return floor
+
+    def _work_seconds(self, rank: int, names: Counter[str]) -> float:
+        """The least that a rank has to do, its memory relaxed."""
+        return self.assigner.relaxed_seconds(
+            tuple(names.items()),
+            in_flight=self.shape.in_flight(rank),
+            weights=self.shape.busy,
+            usable_bytes=self.table.usable_bytes,
+        )
+
+    def _free_seconds(self, names: Counter[str]) -> float:
+        """The least that a rank has to do, were memory free."""
+        options, busy = self.table.options, self.shape.busy
+        return sum(number * min(o.weighted(busy) for o in options[name]) for name, number in names.items())
 
 
 def _least_trip_seconds(options: Sequence[Option], split: bool) -> float:

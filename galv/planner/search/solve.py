@@ -30,9 +30,25 @@ _TOLERANCE = 1e-9
 
 
 def lower_bound_seconds(table: CostTable) -> float:
-    """A cheap bound on every plan of `table`: whole numbers and cuts relaxed, or its longest unit alone."""
+    """A cheap bound on every plan of `table`: whole numbers and cuts, or memory, relaxed, or its longest unit alone."""
     longest = max(min(o.forward_seconds + o.backward_seconds for o in table.options[name]) for name in set(table.chain))
-    return max(relaxed_bound_seconds(table), table.num_microbatches * longest)
+    alone, shape = table.num_microbatches * longest, Shape.of(table)
+    if shape.num_chunks > len(table.chain):
+        return np.inf
+    if not _is_even(shape) or _has_few_cuts(table, shape):
+        return max(relaxed_bound_seconds(table), alone)
+    # What ranks of these schedules hold at once takes longer to find than all of this.
+    return max(Loops(table, shape, np.inf, 0.0, Clock()).floor_seconds(with_memory=False), alone)
+
+
+def _is_even(shape: Shape) -> bool:
+    """Whether the schedule's pipelines are cut evenly."""
+    return shape.schedule not in ("none", "gpipe", "1f1b")
+
+
+def _has_few_cuts(table: CostTable, shape: Shape) -> bool:
+    cuts = comb(len(table.chain) - 1, shape.num_chunks - 1)
+    return cuts <= MAX_CUTS and len(table.chain) <= MAX_UNITS
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,7 @@ def solve(
         return Solved(None, incumbent_seconds)
     if shape.num_chunks == 1:
         return _single(table, shape, incumbent_seconds)
-    few = comb(len(table.chain) - 1, shape.num_chunks - 1) <= MAX_CUTS and len(table.chain) <= MAX_UNITS
-    even = shape.schedule not in ("gpipe", "1f1b")
+    few, even = _has_few_cuts(table, shape), _is_even(shape)
     if even and few:
         return _closed(best_of_every_cut(table, shape, incumbent_seconds), incumbent_seconds)
     walk = (Loops if even else Line)(table, shape, incumbent_seconds, tolerance, clock)
