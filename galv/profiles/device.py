@@ -86,7 +86,7 @@ class OverlapSlowdown(Figures):
     compute_link: Slowdown
     compute_network: Slowdown
     compute_host: Slowdown
-    link_network: Slowdown = 1.0
+    link_network: Slowdown
     """Two collectives at once, one inside the node and one across nodes, on links and cards of their own."""
     link_host: Slowdown
     network_host: Slowdown

@@ -15,10 +15,8 @@ WORKS: list[tuple[Resource, float]] = [("compute", 3.0), ("link", 2.0), ("networ
 
 
 def level(value: float) -> OverlapSlowdown:
-    pairs = [name for name in OverlapSlowdown.model_fields if name not in ("sources", "link_network")]
-    return OverlapSlowdown(
-        **dict.fromkeys(pairs, value), link_network=value, sources=dict.fromkeys([*pairs, "link_network"], "a test")
-    )
+    pairs = [name for name in OverlapSlowdown.model_fields if name != "sources"]
+    return OverlapSlowdown(**dict.fromkeys(pairs, value), sources=dict.fromkeys(pairs, "a test"))
 
 
 def test_undisturbed_works_take_the_longest_and_serial_ones_the_sum() -> None:
