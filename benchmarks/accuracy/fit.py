@@ -78,11 +78,23 @@ def memory_error(question: Question, profiles: Profiles) -> float:
 
 
 def time_rows(questions: Iterable[Question]) -> list[Question]:
-    """Rows that fix time constants: grade A and B, and of the launch-bound C rows of one source every fourth."""
-    found = [q for q in questions if q.case.measured_seconds is not None and q.case.row["status"] == "ok"]
+    """Rows that fix time constants: grade A and B, and of the launch-bound C rows of one source every fourth.
+
+    Interleaved pipelines of very many chunks are simulated event by event, which takes too long for a fit.
+    """
+    timed = [q for q in questions if q.case.measured_seconds is not None and q.case.row["status"] == "ok"]
+    found = [q for q in timed if q.layout.extras.virtual_stages == 1 or _num_chunks(q) <= MOST_CHUNKS]
     dense = [q for q in found if q.case.row["grade"] in "AB" and q.case.source not in UNUSABLE_TIME]
     return dense + [q for q in found if q.case.source == "vtrain_megatron_a100"][::4]
 
+
+def _num_chunks(question: Question) -> int:
+    """Passes of one chunk of the model with one microbatch, forward alone, in a step."""
+    setting = question.layout.setting
+    return setting.pp * question.layout.extras.virtual_stages * setting.num_microbatches
+
+
+MOST_CHUNKS = 2000
 
 UNUSABLE_TIME = ("megatron_core_golden",)
 """Sources whose equal rows differ by a quarter and more in time."""

@@ -1,6 +1,6 @@
 """Fits how much computation, all-gathers and host copies slow each other down, from a profile of all at once.
 
-    python benchmarks/accuracy/overlap.py --data DIR [--write]
+    python benchmarks/accuracy/overlap.py --data DIR [--write] [--markdown FILE]
 
 Reads `overlap.csv` of DIR. What each work takes alone is fitted along, a rate for each machine and group; only the
 slowdowns of pairs are kept. `--write` puts them into the profiles of the devices measured.
@@ -19,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accuracy.markdown import fill
 from accuracy.profiles import DEVICES
 from galv.cost_models.overlap import together_seconds
 from galv.profiles.device import OverlapSlowdown, load_device
@@ -174,12 +175,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--write", action="store_true", help="put the values into the profiles")
+    parser.add_argument("--markdown", type=Path, help="also write the lines into this file, between its marks")
     options = parser.parse_args(arguments)
+    lines = []
     for device, machine in read_machines(options.data).items():
         values = machine.fit()
-        sys.stdout.write("\n".join(report(device, machine, values)) + "\n")
+        lines += report(device, machine, values)
         if options.write:
             write(device, machine.slowdown(values))
+    sys.stdout.write("\n".join(lines) + "\n")
+    if options.markdown is not None:
+        fill(options.markdown, "overlap", ["```", *lines, "```"])
 
 
 if __name__ == "__main__":
