@@ -52,7 +52,7 @@ KINDS = {
     "wide_job_stall_seconds": Kind(0.01, 1.0, 0.3, UNKNOWN),
     "step_seconds": Kind(1e-3, 2.0, 0.02, UNKNOWN),
     "network_share": Kind(0.1, 1.1, 1.0, 0.3),
-    "network_hop_seconds": Kind(1e-6, 2e-3, 1e-4, UNKNOWN),
+    "network_hop_seconds": Kind(1e-6, 2e-3, 1e-4, 1.0),
     "gather_overlap": Kind(0.05, 1.0, 0.5, UNKNOWN),
     "gradient_overlap": Kind(0.01, 1.0, 0.5, 0.5),
     "bucket_bytes": Kind(2e6, 4e9, 2.5e8, 1.0),

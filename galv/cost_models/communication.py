@@ -126,8 +126,13 @@ def _ring_bytes_per_second(group: Group, cluster: ClusterProfile, *, gather: boo
 
 
 def _ring_hops_seconds(group: Group, cluster: ClusterProfile) -> float:
-    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency."""
-    between = group.num_nodes - 1
+    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency.
+
+    The ring passes between nodes once for each node, and the part that goes furthest leaves out one hop, inside a node
+    where there is one.
+    """
+    alone = group.size == group.num_nodes
+    between = 0 if group.num_nodes == 1 else group.num_nodes - alone
     inside = group.size - 1 - between
     return between * cluster.inter_node.latency_seconds + inside * cluster.intra_node.latency_seconds
 

@@ -80,6 +80,16 @@ def test_small_messages_cost_their_hops() -> None:
     assert collective_seconds("all_reduce", 8, Group(8, 8), ideal) == pytest.approx(1e-3 + 6e-5)
 
 
+def test_a_ring_passes_between_nodes_once_for_each_node() -> None:
+    """The part that goes furthest leaves out a hop inside a node, or between nodes where there are no others."""
+    far = cluster(inter=link(10.0, latency_seconds=1e-3), shape="8x8")
+    times = [collective_seconds("all_gather", 1.0, Group(8 * n, 8, n), far) for n in (2, 4)]
+    alone = collective_seconds("all_gather", 1.0, Group(4, 1, 4), far)
+
+    assert times == pytest.approx([2e-3, 4e-3], rel=1e-3)
+    assert alone == pytest.approx(3e-3, rel=1e-3)
+
+
 def test_groups_of_a_node_share_its_network_cards() -> None:
     """One member a node: alone it has a card; if 8 groups share 8 cards too; if they share one card, an eighth."""
     alone, crowded = Group(4, 1, 4, 1), Group(4, 1, 4, 8)
