@@ -182,19 +182,17 @@ def stack_constants(kinds: Iterable[str], profiles: Profiles) -> list[Constant]:
     ]
 
 
-def write(profiles: Profiles) -> None:
-    """Puts the constants into the shipped files, three digits each."""
-    for name, figures in profiles.stacks.items():
-        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in figures.items()}
-        (PROFILES / "stacks" / f"{name}.json").write_text(json.dumps(rounded, indent=2) + "\n")
-    for family, values in profiles.devices.items():
-        for device in FAMILIES[family]:
-            path = PROFILES / "library" / f"{device}.json"
+def write(profiles: Profiles, constants: Iterable[Constant]) -> None:
+    """Puts `constants` into the shipped files, three digits each."""
+    for constant in constants:
+        kind, owner = constant.owner.split(":")
+        value = float(f"{profiles.get(constant):.3g}")
+        paths = [f"stacks/{owner}"] if kind == "stack" else [f"library/{device}" for device in FAMILIES[owner]]
+        for path in (PROFILES / f"{name}.json" for name in paths):
             entry = json.loads(path.read_text())
-            for field, value in values.items():
-                digits = float(f"{value:.3g}")
-                if isinstance(entry["device"][field], dict):
-                    entry["device"][field] |= {"bf16": digits, "fp16": digits}
-                else:
-                    entry["device"][field] = digits
+            figures = entry if kind == "stack" else entry["device"]
+            if isinstance(figures[constant.name], dict):
+                figures[constant.name] |= {"bf16": value, "fp16": value}
+            else:
+                figures[constant.name] = value
             path.write_text(json.dumps(entry, indent=2) + "\n")

@@ -53,6 +53,8 @@ def predict(question: Question, profiles: Profiles) -> Estimate:
 
 VERDICT_MARGIN = 0.005
 """How far on the right side of the capacity a verdict is asked to be; an error beyond it is a wrong verdict."""
+FAILURE_MARGIN = 0.02
+"""The same for a run out of memory: to call it fitting costs more than the other mistake."""
 
 
 def time_error(question: Question, profiles: Profiles) -> float:
@@ -68,10 +70,10 @@ def memory_error(question: Question, profiles: Profiles) -> float:
     estimate = predict(question, profiles)
     if question.case.measured_bytes is not None:
         return float(np.log(question.peak_bytes(estimate) / question.case.measured_bytes))
-    margin = float(np.log(question.device_bytes(estimate) / question.case.cluster.device.memory_bytes))
-    return (
-        min(margin - VERDICT_MARGIN, 0.0) if question.case.row["status"] == "oom" else max(margin + VERDICT_MARGIN, 0.0)
-    )
+    over = float(np.log(question.device_bytes(estimate) / question.case.cluster.device.memory_bytes))
+    if question.case.row["status"] == "oom":
+        return min(over - FAILURE_MARGIN, 0.0)
+    return max(over + VERDICT_MARGIN, 0.0)
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -115,6 +117,11 @@ def by_source(fit: Fit, errors: np.ndarray) -> dict[str, np.ndarray]:
 def _is_verdict(fit: Fit, question: Question) -> bool:
     """Whether the row has nothing to compare with but whether it fitted."""
     return fit.error is memory_error and question.case.measured_bytes is None
+
+
+def _is_right(question: Question, error: float) -> bool:
+    """Whether the error of a verdict leaves it on the right side of the capacity."""
+    return abs(error) <= (FAILURE_MARGIN if question.case.row["status"] == "oom" else VERDICT_MARGIN)
 
 
 def leave_models_out(fit: Fit, errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
@@ -185,9 +192,9 @@ def table(fit: Fit, title: str, report: Callable[[str], None]) -> None:
         report(f"  {kind:10} all {len(counted)} rows: {summary(counted)}")
         if fit.error is time_error:
             report(f"  {kind:10} {sum(graded)} rows of grade A and B: {summary(errors[graded])}")
-        verdicts = errors[[_is_verdict(fit, q) for q in fit.questions]]
-        if len(verdicts):
-            report(f"    {len(verdicts)} verdicts, right: {np.mean(abs(verdicts) <= VERDICT_MARGIN):.1%}")
+        right = [_is_right(q, e) for q, e in zip(fit.questions, errors, strict=True) if _is_verdict(fit, q)]
+        if right:
+            report(f"    {len(right)} verdicts, right: {np.mean(right):.1%}")
         for source, part in by_source(fit, errors).items():
             report(f"    {source:30} {len(part):5} {summary(part)}")
 
@@ -202,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="put the values into the profiles")
     options = parser.parse_args(arguments)
     questions = _questions(options.data, options.cache)
-    profiles, lines = Profiles(), list[str]()
+    profiles, lines, fitted = Profiles(), list[str](), list[Constant]()
 
     def report(line: str) -> None:
         lines.append(line)
@@ -210,24 +217,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if options.only != "memory":
         constants = device_constants() + stack_constants(KINDS, profiles)
-        _fit("step time", _concerned(time_rows(questions), constants, profiles, time_error), options.rounds, report)
+        fit = _concerned(time_rows(questions), constants, profiles, time_error)
+        fitted += _fit("step time", fit, options.rounds, report)
     if options.only != "time":
         rows = [q for q in questions if q.case.measured_bytes or q.case.source == "hagemann2023"]
         constants = stack_constants(MEMORY_KINDS, profiles)
-        _fit("peak memory", _concerned(rows, constants, profiles, memory_error), options.rounds, report)
+        fit = _concerned(rows, constants, profiles, memory_error)
+        fitted += _fit("peak memory", fit, options.rounds, report)
     if options.write:
-        write(profiles)
+        write(profiles, fitted)
     if options.markdown is not None:
         fill(options.markdown, "fit", ["```", *lines, "```"])
 
 
-def _fit(title: str, fit: Fit, rounds: int, report: Callable[[str], None]) -> None:
-    """Fits from what is expected (not at all with no rounds) and prints errors and constants."""
+def _fit(title: str, fit: Fit, rounds: int, report: Callable[[str], None]) -> list[Constant]:
+    """The constants fitted from what is expected (as they stand, with no rounds); prints errors and values."""
     if rounds:
         fit.put(fit.start)
         fit.run(rounds, report)
     table(fit, title, report)
     _show(fit, report)
+    return fit.constants
 
 
 def _concerned(

@@ -15,6 +15,10 @@ from typing import NamedTuple
 
 from galv.planner.graph import CollectiveKind, Operator, Phase, UnitFacts
 
+NORM_SLOWNESS: dict[Phase, float] = {"forward": 1.5, "backward": 2.5}
+"""Time of a norm's kernel over that of its traffic at the rate of other element-wise kernels: layer norms timed alone
+on V100, A100, A10G and L4 (see the operators of the accuracy benchmark). Backward reduces over both sides."""
+
 
 class Traffic(NamedTuple):
     """Bytes that one kind of element-wise operators reads and writes."""
@@ -102,8 +106,12 @@ def _phase(facts: UnitFacts, phase: Phase, kinds: dict[str, Traffic]) -> PhaseWo
 
 
 def _moved(operators: Iterable[Operator]) -> float:
-    """Traffic of the element-wise operators among `operators`."""
-    return sum(op.bytes_read + op.bytes_written for op in operators if op.kind == "memory")
+    """Traffic of the element-wise operators among `operators`, more for slow kernels in proportion."""
+    return sum(_slowness(op) * (op.bytes_read + op.bytes_written) for op in operators if op.kind == "memory")
+
+
+def _slowness(op: Operator) -> float:
+    return NORM_SLOWNESS[op.phase] if "_norm" in op.name else 1.0
 
 
 def _segments(operators: Sequence[Operator]) -> list[list[Operator]]:
@@ -124,25 +132,14 @@ def _places(operators: Sequence[Operator]) -> tuple[list[Operator], int] | None:
     return (heavy, position) if position > 0 and len(heavy) > position + 1 else None
 
 
-def _norm_outputs(facts: UnitFacts) -> tuple[float, float]:
-    """Bytes that the norm before attention and the one before the activation write on this rank."""
-    operators = facts.phase("forward")
-    places = _places(operators)
-    assert places is not None
-    segments = _segments(operators)
-    ends = (segments[0], segments[places[1] + 2])
-    first, second = (segment[-1].bytes_written if segment else 0.0 for segment in ends)
-    return first, second
-
-
 def _forward_traffic(facts: UnitFacts) -> dict[str, Traffic]:
     operators = facts.phase("forward")
     places = _places(operators)
     if places is None:
         return {}
     (heavy, attention), segments = places, _segments(operators)
-    first, second = _norm_outputs(facts)
-    norms = _kind(segments[0], 2 * first) + _kind(segments[attention + 2], (2 + 3) * second)
+    norm, stream = 2 * NORM_SLOWNESS["forward"], facts.input_bytes
+    norms = _kind(segments[0], norm * stream) + _kind(segments[attention + 2], (norm + 3) * stream)
     turned = [op for segment in segments[1 : attention + 1] for op in segment]
     acted = [op for segment in segments[attention + 3 : -1] for op in segment]
     return {
@@ -154,19 +151,25 @@ def _forward_traffic(facts: UnitFacts) -> dict[str, Traffic]:
 
 def _backward_traffic(facts: UnitFacts) -> dict[str, Traffic]:
     """The same kinds in the other order: activation, norm, attention, rotation, norm."""
-    operators = facts.phase("backward")
+    operators = _without_bias_gradients(facts)
     places = _places(operators)
     if places is None or _places(facts.phase("forward")) is None:
         return {}
-    (heavy, attention), segments = places, _segments(operators)
-    first, second = _norm_outputs(facts)
+    (_, attention), segments = places, _segments(operators)
     projected = attention - 2  # what follows the products of the activation and precedes those of attention's output
     acted = [op for segment in segments[: max(projected, 0)] for op in segment]
-    norms = _kind(segments[-1], (3 + 3) * first) + _kind(segments[max(projected, 0)], (3 + 3) * second)
+    both = (3 * NORM_SLOWNESS["backward"] + 3) * facts.input_bytes
+    norms = _kind(segments[-1], both) + _kind(segments[max(projected, 0)], both)
     given, made = _activation_bytes(facts)
     rotated = _forward_traffic(facts)["rotary"].fused
     turned = segments[attention + 1] if rotated else []
     return {"norms": norms, "rotary": _kind(turned, rotated), "activation": _kind(acted, 2 * given + made)}
+
+
+def _without_bias_gradients(facts: UnitFacts) -> list[Operator]:
+    """The operators of backward without the sums of products' biases, which are of no kind."""
+    biased = any(op.name.startswith("aten.addmm") for op in facts.phase("forward"))
+    return [op for op in facts.phase("backward") if not (biased and op.name.startswith("aten.sum"))]
 
 
 def _kind(operators: Sequence[Operator], fused: float) -> Traffic:
