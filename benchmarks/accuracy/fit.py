@@ -206,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("time", "memory"))
     parser.add_argument("--markdown", type=Path, help="also write the tables into this file, between its marks")
+    parser.add_argument("--warm", action="store_true", help="start from what the profiles hold, to save rounds")
     parser.add_argument("--write", action="store_true", help="put the values into the profiles")
     options = parser.parse_args(arguments)
     questions = _questions(options.data, options.cache)
@@ -218,23 +219,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only != "memory":
         constants = device_constants() + stack_constants(KINDS, profiles)
         fit = _concerned(time_rows(questions), constants, profiles, time_error)
-        fitted += _fit("step time", fit, options.rounds, report)
+        fitted += _fit("step time", fit, options, report)
     if options.only != "time":
         rows = [q for q in questions if q.case.measured_bytes or q.case.source == "hagemann2023"]
         constants = stack_constants(MEMORY_KINDS, profiles)
         fit = _concerned(rows, constants, profiles, memory_error)
-        fitted += _fit("peak memory", fit, options.rounds, report)
+        fitted += _fit("peak memory", fit, options, report)
     if options.write:
         write(profiles, fitted)
     if options.markdown is not None:
         fill(options.markdown, "fit", ["```", *lines, "```"])
 
 
-def _fit(title: str, fit: Fit, rounds: int, report: Callable[[str], None]) -> list[Constant]:
+def _fit(title: str, fit: Fit, options: argparse.Namespace, report: Callable[[str], None]) -> list[Constant]:
     """The constants fitted from what is expected (as they stand, with no rounds); prints errors and values."""
-    if rounds:
-        fit.put(fit.start)
-        fit.run(rounds, report)
+    if options.rounds:
+        if not options.warm:
+            fit.put(fit.start)
+        fit.run(options.rounds, report)
     table(fit, title, report)
     _show(fit, report)
     return fit.constants

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, lcm, log2
+from math import ceil, lcm, log2, sqrt
 
 from galv.planner.graph import CollectiveKind
 from galv.profiles.cluster import ClusterProfile
@@ -101,11 +101,14 @@ def _stage_border(cluster: ClusterProfile, stride: int, boundary: int | None) ->
 def _network_bytes_per_second(group: Group, cluster: ClusterProfile) -> float:
     """Nominal network bandwidth that the members of one group in one node have together.
 
-    Each member reaches one card; all groups of the node together have no more than all its cards.
+    Each member reaches one card; all groups of the node together have no more than all its cards. Rates that fall with
+    the number of nodes fall with the group's and with the whole job's, whose other groups send at the same time: by the
+    geometric mean of both.
     """
     link = cluster.inter_node
     cards = min(float(group.per_node), cluster.links_per_node, cluster.links_per_node / group.per_node_groups)
-    decay = (2 / group.num_nodes) ** link.node_decay if group.num_nodes > 2 else 1.0
+    nodes = sqrt(group.num_nodes * max(group.num_nodes, cluster.num_nodes))
+    decay = (2 / nodes) ** link.node_decay if nodes > 2 else 1.0
     return cards * link.bytes_per_second * decay
 
 

@@ -72,7 +72,7 @@ class StackProfile(BaseModel):
     network_hop_seconds: Seconds = 0.0
     """Added to each hop between nodes."""
     node_decay: float = Field(0.0, ge=0, le=1)
-    """The network's rate falls as (2 / nodes) to this power beyond two nodes."""
+    """The network's rate falls as (2 / nodes) to this power beyond two nodes, see `LinkProfile.node_decay`."""
     gather_overlap: float = Field(0.0, ge=0, le=1)
     """Share of a block's computation that can hide all-gathers of the tensor axis."""
     gradient_overlap: float = Field(0.0, ge=0, le=1)
