@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, estimate, graph, parallelize, plan
+    from galv.api import build_model, capture, estimate, graph, parallelize, plan, sweep
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     )
     from galv.planner.plan import Plan
     from galv.planner.reporter import Reporter
+    from galv.runtime.checkpoint import CheckpointFolder
+    from galv.runtime.weights import open_weights, save_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointFolder",
     "ClusterError",
     "GalvError",
     "ModelError",
@@ -41,12 +44,15 @@ __all__ = [
     "capture",
     "estimate",
     "graph",
+    "open_weights",
     "parallelize",
     "plan",
+    "save_weights",
+    "sweep",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan"),
+    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan", "sweep"),
     "galv.errors": (
         "ClusterError",
         "GalvError",
@@ -59,6 +65,8 @@ _HOMES = {
     ),
     "galv.planner.plan": ("Plan",),
     "galv.planner.reporter": ("Reporter",),
+    "galv.runtime.checkpoint": ("CheckpointFolder",),
+    "galv.runtime.weights": ("open_weights", "save_weights"),
 }
 
 

@@ -6,16 +6,18 @@ Planning imports torch only to trace the model; the search and the cost models a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
-from galv.errors import ModelError, UnknownName, UsageError
+from galv.errors import ModelError, NoFeasiblePlan, UnknownName, UsageError
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
     MAX_SEQ_LEN,
+    Offload,
     OptimizerName,
     Plan,
     Precision,
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from galv.planner.capture.source import ModelSource
     from galv.planner.plan import InputSpec
     from galv.planner.space import Request
+    from galv.planner.sweep import Sweep
+    from galv.runtime.materialize import Weights
     from galv.runtime.module import ParallelModule
 
 GIB = 2**30
@@ -83,9 +87,62 @@ def plan(
         request,
         source=source.source,
         inputs_source=source.inputs_source,
-        alternatives=alternatives(shared, found, request.budget_bytes),
+        alternatives=alternatives(shared, request),
         search=answer.report,
     )
+
+
+def sweep(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    clusters: Sequence[str],
+    global_batches: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    precision: Precision | None = None,
+    optimizer: OptimizerName = "adamw",
+    price_per_device_hour: float | None = None,
+    reporter: Reporter | None = None,
+) -> Sweep:
+    """The best plan for every combination of `clusters`, `seq_lens` and `global_batches`, side by side.
+
+    Clusters may hold lists in braces, such as `h100-sxm-80:8x{1,2,4}`. Where nothing fits or divides, the point says
+    why. Other arguments as for `plan`. Raises UsageError for what cannot be meant at any point.
+    """
+    from galv.planner.sweep import Sweep, SweepPoint, expanded
+
+    reporter = reporter or Reporter()
+    profiles = [load_cluster(one) for cluster in clusters for one in expanded(cluster)]
+    if not profiles or not global_batches:
+        raise UsageError(
+            "a sweep needs at least one cluster and one global batch; there is no "
+            + ("global batch" if profiles else "cluster")
+        )
+    lengths: Sequence[int | None] = seq_lens or [None]
+    wanted = list(product(lengths, global_batches, profiles))
+    points, name = [], ""
+    for done, (seq_len, global_batch, profile) in enumerate(wanted):
+        reporter.phase(f"{profile.spec}, batch {global_batch}" + (f", sequence {seq_len}" if seq_len else ""))
+        reporter.progress(done, len(wanted))
+        try:
+            found = plan(
+                model,
+                example_inputs,
+                cluster=profile,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                precision=precision,
+                optimizer=optimizer,
+            )
+        except (NoFeasiblePlan, UsageError) as error:
+            if isinstance(error, (ModelError, UnknownName)):
+                raise
+            reason = str(error).splitlines()[0]
+            points.append(SweepPoint(profile.spec, profile.num_devices, seq_len, global_batch, reason))
+            continue
+        name = found.model.name
+        points.append(SweepPoint.of(found, price_per_device_hour))
+    return Sweep(name or str(model), tuple(points))
 
 
 def capture(
@@ -128,44 +185,54 @@ def estimate(
     stack: str | StackProfile | None = None,
     virtual_stages: int = 1,
     cp: int = 1,
+    ep: int = 1,
+    dp_shard: int | None = None,
+    dp_replicate: int | None = None,
+    offload: Sequence[str] = (),
     attention: Literal["fused", "unfused"] = "fused",
 ) -> Plan:
     """One layout given by hand, priced: a plan that runs, whether or not the estimate says that it fits.
 
     All units get `zero`, all repeated blocks `recompute`; the rest of the devices are data-parallel. `sequence` None
     shards activations between tensor-parallel regions when tp > 1. With pp > 1 the units are cut where the pipeline is
-    fastest. `micro_batch`: samples that one data-parallel group processes at once. Other arguments as for `plan`.
+    fastest; `virtual_stages` are the model chunks of a pipeline rank. `micro_batch`: samples that one data-parallel
+    group processes at once. Other arguments as for `plan`.
+
+    `cp`, with `sequence` ulysses or ring, cuts the blocks' sequence. `ep` shares experts out over data-parallel ranks,
+    of which `dp_shard` shard states and `dp_replicate` replicate the shards. `offload`: what lies in the host's memory.
 
     `stack` prices the layout as another software runs it: the name of a shipped profile (`galv.profiles.stack`) or a
-    profile. Only there are `virtual_stages` (model chunks of a pipeline rank, interleaved), `cp` (context-parallel
-    degree) and unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that software cuts.
+    profile. Only there is unfused `attention` known, tensor parallelism may span nodes, and blocks are cut as that
+    software cuts; it knows neither `ep` nor `offload`, and shards over all data-parallel ranks.
 
-    Raises UsageError when the sizes do not divide, naming what would.
+    Raises UsageError when the sizes do not divide, naming what would, and for what galv's runtime does not run.
     """
     from galv.planner.by_hand import Layout, priced_by_hand
     from galv.planner.by_stack import StackExtras, priced_by_stack
 
+    profile = _cluster(cluster)
+    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
     _check_name("recompute level", recompute, Recompute)
     _check_name("schedule", schedule or "none", ScheduleName)
     _check_name("sequence mode", sequence or "none", SequenceMode)
-    profile = _cluster(cluster)
-    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
+    degrees = {"tp": tp, "pp": pp, "micro_batch": micro_batch, "cp": cp, "ep": ep, "virtual_stages": virtual_stages}
+    optional = {"dp_shard": dp_shard, "dp_replicate": dp_replicate}
     layout = Layout(
-        tp=_whole("tp", tp),
-        pp=_whole("pp", pp),
         zero=_whole("zero", zero, least=0),
-        micro_batch=_whole("micro_batch", micro_batch),
         sequence=sequence,
         recompute=recompute,
         schedule=schedule,
+        offload=_offload(offload),
+        **{name: _whole(name, value) for name, value in degrees.items()},
+        **{name: _whole(name, value) for name, value in optional.items() if value is not None},
     )
-    extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
     if stack is not None:
+        extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
         known = load_stack(stack) if isinstance(stack, str) else stack
         captured = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
         return priced_by_stack(captured, profile, known, layout, extras, request)
-    if extras != StackExtras():
-        raise UsageError("virtual_stages, cp and unfused attention are priced for a stack only; galv runs none of them")
+    if attention != "fused":
+        raise UsageError("unfused attention is priced for a stack only; galv runs what the model calls")
     layout.check(profile, request)
     if isinstance(model, ModelGraph):
         return priced_by_hand(_pricer(model, profile), layout, request, source=None, inputs_source=None)
@@ -203,12 +270,19 @@ def graph(
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, device: Any = None, seed: int = 0, targets: str | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: Any = None,
+    seed: int = 0,
+    weights: Weights | None = None,
+    targets: str | None = None,
 ) -> ParallelModule:
     """`model` made parallel under `plan`, to be called on every rank of an initialized process group.
 
     A model on the meta device is initialized shard by shard, the same for every plan with the same `seed`; a model
-    with real weights keeps them. No rank ever holds more than its shard and one unit.
+    with real weights keeps them. `weights` are full tensors by name to take instead, or a function that gives the one
+    of a name (`galv.open_weights(FOLDER)` reads safetensors). No rank ever holds more than its shard and one unit.
 
     The loss that the model returns must be a mean over its samples or over its valid targets, those that are not -100:
     a sum would train to something else than on one device. `targets` names the integer input that holds the targets;
@@ -224,9 +298,10 @@ def parallelize(
     return apply(
         model,
         plan,
-        glue=lambda: glue_for(model, plan),
+        glue=lambda num_samples: glue_for(model, plan, num_samples),
         device=device,
         seed=seed,
+        weights=weights,
         targets=targets,
         fingerprint=_fingerprint(model, plan),
     )
@@ -315,6 +390,15 @@ def _patterns(argument: str, value: Any) -> None:
     """Nothing for a collection of texts. Raises UsageError for one text, which would be read letter by letter."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
         raise UsageError(f"{argument} must be a list of patterns such as ['encoder.stages.*'], not {value!r}")
+
+
+def _offload(value: Sequence[str]) -> tuple[Offload, ...]:
+    """What is offloaded, sorted. Raises UsageError for a single text, UnknownName for what cannot be."""
+    if isinstance(value, str):
+        raise UsageError(f"offload must be a list such as ['activations'], not {value!r}")
+    for what in value:
+        _check_name("offload", what, Offload)
+    return tuple(what for what in get_args(Offload) if what in value)  # in the order of the alphabet
 
 
 def _is_number(value: Any) -> bool:

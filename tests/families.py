@@ -268,7 +268,7 @@ def pipelined(graph: ModelGraph, cuts: tuple[int, ...], num_samples: int) -> Pla
         training=Training(
             seq_len=None, global_batch=num_samples, num_microbatches=1, precision="fp32", optimizer="sgd"
         ),
-        pipeline=Pipeline(degree=len(stages), schedule="gpipe"),
+        pipeline=Pipeline(degree=len(stages), schedule="gpipe" if cuts else "none"),
         stages=stages,
         estimate=almost_nothing([len(stage.units) for stage in stages]),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import transformers
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from galv.planner.plan import (
     Cluster,
     Estimate,
+    ExpertLayout,
     InputSpec,
     MemoryBreakdown,
     Model,
@@ -70,10 +72,19 @@ def tiny_gpt2(num_blocks: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).train()
 
 
+def tiny_mixtral(num_blocks: int = 2, **changes: Any) -> nn.Module:
+    """A Mixtral of four experts, two for each token, with weights of seed 0."""
+    torch.manual_seed(0)
+    sizes = _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": num_blocks} | changes
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": tiny_llama,
     "llama-tied": lambda: tiny_llama(tied=True),
     "gpt2": tiny_gpt2,
+    "mixtral": tiny_mixtral,
+    "llama-deep": lambda: tiny_llama(5),
 }
 
 
@@ -105,8 +116,12 @@ def hand_made_plan(
     num_microbatches: int = 1,
     global_batch: int = 8,
     layouts: Sequence[TensorParallelLayout] = (),
+    experts: Sequence[ExpertLayout] = (),
+    virtual_stages: int = 1,
 ) -> Plan:
     """A plan for a tiny model, priced at almost nothing; `stages` are the numbers of units of each pipeline stage.
+
+    A pipeline rank holds `virtual_stages` of them.
 
     What stands around the blocks never recomputes.
     """
@@ -119,6 +134,7 @@ def hand_made_plan(
         units.append(Unit(name=name, unit_class=kind, modules=names, strategy=own))
     sizes = [len(units)] if stages is None else list(stages)
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    pipeline = Pipeline(degree=len(sizes) // virtual_stages, schedule=schedule, virtual_stages=virtual_stages)
     shape = (2, SEQ_LEN)
     inputs = tuple(
         InputSpec(name=name, shape=shape, dtype="int64", batch_dim=0, high=VOCABULARY)
@@ -139,7 +155,7 @@ def hand_made_plan(
             spec="cpu:test",
             device="cpu",
             kind="cpu",
-            devices_per_node=each[0].num_devices * len(sizes),
+            devices_per_node=each[0].num_devices * len(sizes) // virtual_stages,
             num_nodes=1,
             memory_budget_bytes=2**33,
         ),
@@ -150,10 +166,11 @@ def hand_made_plan(
             precision="fp32",
             optimizer="sgd",
         ),
-        pipeline=Pipeline(degree=len(sizes), schedule=schedule),
+        pipeline=pipeline,
         stages=tuple(Stage(units=tuple(units[a:b])) for a, b in pairwise(cuts)),
         layouts=tuple(layouts),
-        estimate=almost_nothing(sizes),
+        experts=tuple(experts),
+        estimate=almost_nothing([sum(sizes[i] for i in pipeline.stages_of_rank(r)) for r in range(pipeline.degree)]),
     )
 
 

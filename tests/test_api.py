@@ -48,7 +48,11 @@ def estimated(**options: object) -> galv.Plan:
         ({"cluster": "cpu:2x1", "tp": 2, "seq_len": 63, "sequence": "megatron"}, galv.UsageError, "sequence='none'"),
         ({"memory": 1000}, galv.UsageError, "1000 was asked for"),
         ({"memory": -1}, galv.UsageError, "-1 was asked for"),
-        ({"tp": 2, "sequence": "ring"}, galv.UnknownName, "unknown sequence mode 'ring'"),
+        ({"tp": 2, "sequence": "rings"}, galv.UnknownName, "unknown sequence mode 'rings'"),
+        ({"tp": 2, "sequence": "ring"}, galv.UsageError, "cp > 1"),
+        ({"offload": "optimizer"}, galv.UsageError, "must be a list"),
+        ({"offload": ["optimiser"]}, galv.UnknownName, "unknown offload 'optimiser'"),
+        ({"attention": "unfused"}, galv.UsageError, "for a stack only"),
     ],
 )
 def test_refusals(options: dict[str, object], error: type[Exception], message: str) -> None:

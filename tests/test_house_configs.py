@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from galv.profiles.cluster import load_cluster
+from galv.runtime.train_config import read_train_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -42,3 +43,9 @@ def test_cluster_files_can_be_read(path: Path) -> None:
     cluster = load_cluster(str(path))
 
     assert cluster.num_devices == cluster.devices_per_node * cluster.num_nodes > 1
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("train/*.yaml")), ids=lambda path: path.stem)
+def test_training_configurations_can_be_read(path: Path) -> None:
+    """Every one says how many steps."""
+    assert read_train_config(path).steps >= 1

@@ -29,6 +29,30 @@ ScheduleName = Annotated[
     options.Schedule | None, typer.Option("--schedule", help="Of a pipeline (--pp above 1); 1f1b by default.")
 ]
 
+Sequence = Annotated[
+    Literal["none", "megatron", "ulysses", "ring"] | None,
+    typer.Option("--sequence", help="How activations are cut along the sequence; ulysses and ring need --cp above 1."),
+]
+Cp = Annotated[int, typer.Option("--cp", min=1, metavar="N", help="Context-parallel degree of the blocks.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="Data-parallel ranks that share out the experts.")]
+DpShard = Annotated[
+    int | None, typer.Option("--dp-shard", min=1, metavar="N", help="Ranks that shard states; default: all.")
+]
+DpReplicate = Annotated[
+    int | None, typer.Option("--dp-replicate", min=1, metavar="N", help="Replicas of sharded states; default: 1.")
+]
+Offload = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--offload",
+        metavar="WHAT",
+        help="What lies in the host's memory while it is not used: activations, optimizer, parameters; repeatable.",
+    ),
+]
+VirtualStages = Annotated[
+    int, typer.Option("--virtual-stages", min=1, metavar="N", help="Model chunks of a pipeline rank.")
+]
+
 _SEQUENCE: dict[bool | None, Literal["none", "megatron"] | None] = {None: None, True: "megatron", False: "none"}
 
 
@@ -42,6 +66,13 @@ def estimate(
     pp: Pp = 1,
     zero: Zero = 0,
     sequence_parallel: SequenceParallel = None,
+    sequence: Sequence = None,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    dp_shard: DpShard = None,
+    dp_replicate: DpReplicate = None,
+    offload: Offload = None,
+    virtual_stages: VirtualStages = 1,
     recompute: RecomputeName = "none",
     schedule: ScheduleName = None,
     precision: options.PrecisionName = None,
@@ -67,7 +98,13 @@ def estimate(
         tp=tp,
         pp=pp,
         zero=zero,
-        sequence=_SEQUENCE[sequence_parallel],
+        sequence=sequence or _SEQUENCE[sequence_parallel],
+        cp=cp,
+        ep=ep,
+        dp_shard=dp_shard,
+        dp_replicate=dp_replicate,
+        offload=offload or (),
+        virtual_stages=virtual_stages,
         recompute=recompute,
         schedule=schedule,
         precision=precision,

@@ -65,7 +65,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def write_text(text: str, path: Path, what: str = "the graph") -> None:
     """Writes `text`, which is `what`, to `path`, whole or not at all. Raises UsageError when the system refuses."""
-    from galv.planner.plan import write_whole
+    from galv.planner.plan_file import write_whole
 
     try:
         write_whole(text, path)

@@ -14,11 +14,13 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
+from galv.cli.sweep import sweep
 from galv.errors import GalvError
 
 app = typer.Typer(
@@ -32,6 +34,8 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(graph)
 app.command()(show)
+app.command()(diff)
+app.command()(sweep)
 app.command(cls=RunCommand)(run)
 
 

@@ -7,6 +7,7 @@ the work is galv's own trainer on synthetic tokens, or the user's SCRIPT, which 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,16 @@ from typer.core import TyperCommand
 
 from galv.cli import options
 from galv.cli.files import read_plan
-from galv.cli.launch import Task, become, check_world_size, launched_by, start_ranks
+from galv.cli.launch import (
+    Ranks,
+    Task,
+    become,
+    check_world_size,
+    launched_by,
+    printed_command,
+    slurm_script,
+    start_ranks,
+)
 from galv.errors import UsageError
 
 DEFAULT_STEPS = 20
@@ -45,44 +55,90 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="SCRIPT ARGS", help="Your own training script and its arguments.", show_default=False),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="TRAIN.YAML",
+        help="Data, optimizer, checkpoints and the like, without SCRIPT; see configs/train.",
+    ),
+]
 Steps = Annotated[
-    int | None, typer.Option("--steps", min=1, metavar="N", help=f"Without SCRIPT; {DEFAULT_STEPS} by default.")
+    int | None,
+    typer.Option("--steps", min=1, metavar="N", help=f"Without SCRIPT; the configuration's, or {DEFAULT_STEPS}."),
 ]
 NumProcesses = Annotated[
     int | None,
     typer.Option("--nproc", min=1, metavar="N", help="Ranks to start here; must be the plan's number of devices."),
 ]
 Seed = Annotated[
-    int,
-    typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Of the weights and tokens without SCRIPT."),
+    int | None,
+    typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Of the weights and samples without SCRIPT."),
 ]
 
 
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Where the nodes of a plan for several meet; start the same command on each.",
+    ),
+]
+PrintCommand = Annotated[bool, typer.Option("--print-command", help="Print what would be started, and start nothing.")]
+SlurmScript = Annotated[bool, typer.Option("--slurm", help="Print a job script for sbatch, and start nothing.")]
+
+
 def run(
-    plan: options.PlanFile, script: Words = None, steps: Steps = None, nproc: NumProcesses = None, seed: Seed = 0
+    plan: options.PlanFile,
+    script: Words = None,
+    config: Config = None,
+    steps: Steps = None,
+    nproc: NumProcesses = None,
+    seed: Seed = None,
+    endpoint: Endpoint = None,
+    print_command: PrintCommand = False,
+    slurm: SlurmScript = False,
 ) -> None:
     """Train under a plan.
 
-    Starts the plan's ranks on this machine; inside torchrun or Slurm, is one of them.
+    Starts the plan's ranks on this machine, or this node's with --rdzv-endpoint; inside torchrun or Slurm, is one of
+    them.
     """
-    cluster = read_plan(plan).cluster
-    num_devices = cluster.num_devices
-    task = _task(plan.absolute(), script or [], steps, seed)
-    launcher = launched_by(os.environ)
+    found = read_plan(plan)
+    own = _options(config, steps, seed)
+    task = _task(plan.absolute(), script or [], own)
+    ranks = Ranks.of(found, endpoint)
     if nproc is not None:
-        check_world_size(nproc, num_devices, source="--nproc")
+        check_world_size(nproc, ranks.per_node, source="--nproc")
+    if slurm:
+        sys.stdout.write(slurm_script(found, [str(plan), *(script or own)]))
+        return
+    if print_command:
+        sys.stdout.write(printed_command(task, ranks) + "\n")
+        return
+    launcher = launched_by(os.environ)
     if launcher is None:
-        raise typer.Exit(start_ranks(task, num_devices, on_gpus=cluster.kind == "cuda"))
-    check_world_size(launcher.world_size, num_devices, source=launcher.name, rank=launcher.rank)
+        raise typer.Exit(start_ranks(task, ranks, on_gpus=found.cluster.kind == "cuda"))
+    check_world_size(launcher.world_size, found.num_devices, source=launcher.name, rank=launcher.rank)
     become(task, launcher)
 
 
-def _task(plan: Path, words: list[str], steps: int | None, seed: int) -> Task:
+def _options(config: Path | None, steps: int | None, seed: int | None) -> list[str]:
+    """What the built-in trainer is told, as words. Raises UsageError for a configuration that cannot be read."""
+    if config is not None:
+        from galv.runtime.train_config import read_train_config
+
+        read_train_config(config)
+    given = {"--config": config and config.absolute(), "--steps": steps, "--seed": seed}
+    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+
+
+def _task(plan: Path, words: list[str], options: list[str]) -> Task:
     if not words:
-        arguments = (str(plan), "--steps", str(steps or DEFAULT_STEPS), "--seed", str(seed))
-        return Task(plan, "galv.cli.worker", arguments, is_module=True)
-    if steps is not None:
-        raise UsageError(f"--steps is for training without SCRIPT; put it after {words[0]} to pass it on")
+        return Task(plan, "galv.cli.worker", (str(plan), *options), is_module=True)
+    if options:
+        raise UsageError(f"{options[0]} is for training without SCRIPT; put it after {words[0]} to pass it on")
     if not Path(words[0]).is_file():
         raise UsageError(f"there is no script {words[0]}")
     return Task(plan, words[0], tuple(words[1:]), is_module=False)

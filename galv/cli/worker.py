@@ -1,18 +1,15 @@
-"""One rank of `galv run` without a script: trains the plan's model on synthetic data and reports beside the estimate.
+"""One rank of `galv run` without a script: trains the plan's model and reports beside the estimate.
 
-Started by torchrun, or as one task of a Slurm step, as `python -m galv.cli.worker PLAN --steps N [--seed S]`. Rank 0
-speaks. A refusal is one message from one rank and exit status 2 from all of them.
+Started by torchrun, or as one task of a Slurm step, as `python -m galv.cli.worker PLAN [--config FILE] [--steps N]
+[--seed S]`. Rank 0 speaks. A refusal is one message from one rank and exit status 2 from all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,11 +18,12 @@ import torch.distributed as dist
 
 from galv import api
 from galv.cli.files import read_plan
+from galv.cli.told import Told
 from galv.errors import GalvError
 from galv.planner.plan import Plan
-from galv.planner.plan_table import count, gib, seconds
-from galv.runtime.synthetic import synthetic_batches
-from galv.runtime.trainer import LEARNING_RATE, StepRecord, train
+from galv.runtime.session import Session
+from galv.runtime.train_config import TrainConfig, read_train_config
+from galv.runtime.weights import open_weights
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it gives up."""
@@ -39,7 +37,7 @@ def main() -> None:
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
     try:
         _join(store, rank, world_size)
-        _run(read_plan(options.plan), options.steps, options.seed, rank)
+        _run(read_plan(options.plan), _config(options), rank)
         dist.destroy_process_group()
     except GalvError as error:
         _refuse(store, str(error))
@@ -57,9 +55,16 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="galv.cli.worker", description="One rank of `galv run`.")
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", type=Path, help="of the training; steps and seed given here count more")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
     return parser.parse_args()
+
+
+def _config(options: argparse.Namespace) -> TrainConfig:
+    config = TrainConfig() if options.config is None else read_train_config(options.config)
+    told = {name: value for name in ("steps", "seed") if (value := getattr(options, name)) is not None}
+    return TrainConfig.model_validate(config.model_dump() | told)
 
 
 def _join(store: dist.Store, rank: int, world_size: int) -> None:
@@ -74,86 +79,18 @@ def _join(store: dist.Store, rank: int, world_size: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
-def _run(plan: Plan, steps: int, seed: int, rank: int) -> None:
-    module = api.parallelize(api.build_model(plan), plan, seed=seed)
-    optimizer = module.optimizer(lr=LEARNING_RATE)
-    records = train(module, synthetic_batches(plan, seed), steps=steps, optimizer=optimizer)
+def _run(plan: Plan, config: TrainConfig, rank: int) -> None:
+    weights = None if config.weights is None else open_weights(config.weights)
+    module = api.parallelize(api.build_model(plan), plan, seed=config.seed, weights=weights)
+    session = Session(module, config)
     if rank == 0:
-        print(_header(plan), flush=True)
-        seen = list(_shown(records, plan, steps))
+        told = Told(plan, config, session.done_steps)
+        seen = list(told.while_training(session.records()))
     else:
-        seen = list(records)
+        seen = list(session.records())
     peaks = _peaks(plan, seen[-1].peak_bytes, module.device)
     if rank == 0:
-        print(_summary(plan, seen, peaks), flush=True)
-
-
-# ----------------------------------------------------------------------------------------------- what rank 0 says
-
-
-def _header(plan: Plan) -> str:
-    training = plan.training
-    return (
-        f"{plan.model.name}, {count(plan.model.num_parameters)} parameters, on {plan.num_devices} x "
-        f"{plan.cluster.device}: global batch {training.global_batch}, {training.precision}, {training.optimizer}, "
-        "synthetic data\n\n"
-        f"{'step':>6}  {'loss':>9}  {'grad norm':>9}  {'time':>9}  {_unit(plan) + '/s':>12}"
-    )
-
-
-def _unit(plan: Plan) -> str:
-    return "samples" if plan.training.seq_len is None else "tokens"
-
-
-def _shown(records: Iterable[StepRecord], plan: Plan, steps: int) -> Iterator[StepRecord]:
-    """The records, each with its line on standard output, and a progress bar where a person looks on."""
-    with _progress(steps) as advance:
-        for record in records:
-            print(_line(record, plan), flush=True)
-            advance()
-            yield record
-
-
-def _line(record: StepRecord, plan: Plan) -> str:
-    return (
-        f"{record.step:>6}  {record.loss:>9.4f}  {record.gradient_norm:>9.3f}  {seconds(record.seconds):>9}  "
-        f"{_per_second(plan, record.seconds):>12,.0f}"
-    )
-
-
-def _per_second(plan: Plan, step_seconds: float) -> float:
-    return plan.training.global_batch * (plan.training.seq_len or 1) / step_seconds
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """A function that says that one more step is done."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # Lines go above the bar when both are on the terminal, and untouched to a file or pipe.
-    display = Progress(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
-    with display:
-        task = display.add_task("training", total=steps)
-        yield lambda: display.advance(task)
-
-
-def _summary(plan: Plan, records: list[StepRecord], peaks: list[int]) -> str:
-    """What was measured beside what the plan promised; the first step warms up and counts only when alone."""
-    measured = statistics.median(record.seconds for record in records[1:] or records)
-    estimate = plan.estimate
-    rows = [
-        ("", "measured", "estimated"),
-        ("step", seconds(measured), seconds(estimate.step_seconds)),
-        (f"{_unit(plan)}/s", f"{_per_second(plan, measured):,.0f}", f"{estimate.tokens_per_second:,.0f}"),
-    ]
-    for stage, (peak, expected) in enumerate(zip(peaks, estimate.peak_bytes, strict=True)):
-        place = f", stage {stage}" if len(peaks) > 1 else ""
-        rows.append((f"peak memory{place}", f"{gib(peak)} GiB", f"{gib(expected)} GiB"))
-    return "\n" + "\n".join(f"{name:<22}{first:>12}{second:>12}" for name, first, second in rows)
+        told.at_the_end(seen, peaks)
 
 
 def _peaks(plan: Plan, own_bytes: int, device: torch.device) -> list[int]:

@@ -1,9 +1,9 @@
-"""How long a pipeline of stages takes for the microbatches of one step, bubbles included.
+"""How long a pipeline of stages takes for the microbatches of one step under GPipe and 1F1B, by closed forms.
 
 Each stage runs its forwards and backwards in the fixed order of its schedule; one starts when the stage is free and
-its input has arrived. The schedules are those of `torch.distributed.pipelining`: ScheduleGPipe runs all forwards, then
-all backwards, first microbatch first; Schedule1F1B runs p - s forwards on stage s of p, then one backward and one
-forward in turn (Narayanan et al. 2021, PipeDream-Flush). `none` is one stage that takes the microbatches in turn.
+its input has arrived (`galv.schedules.stage_order`): GPipe runs all forwards, then all backwards, first microbatch
+first; 1F1B runs p - s forwards on stage s of p, then one backward and one forward in turn. `none` is one stage that
+takes the microbatches in turn. `makespan` times the other schedules.
 
 Notation: p stages, m microbatches, stage s takes f_s forward, b_s backward and t_s = f_s + b_s in all for one
 microbatch; c_s is the transfer between s and s + 1, either way; w_s is the number of microbatches in flight.
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 from galv.planner.plan import ScheduleName
+from galv.schedules import executed_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +31,8 @@ class PipelineTimeline:
     """When each stage ends its last backward and can reduce its gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineEvent:
-    """One forward or backward of one microbatch on one stage."""
-
-    stage: int
-    microbatch: int
-    phase: Literal["forward", "backward"]
-    start_seconds: float
-    end_seconds: float
-
-
-def executed_schedule(schedule: ScheduleName, num_stages: int, num_microbatches: int) -> ScheduleName:
-    """What really runs: torch's Schedule1F1B needs at least as many microbatches as stages, else GPipe takes over."""
-    return "gpipe" if schedule == "1f1b" and num_microbatches < num_stages else schedule
-
-
 def num_in_flight(schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """The most microbatches whose activations `stage` holds at once."""
+    """The most microbatches whose activations `stage` holds at once under GPipe, 1F1B or on one stage."""
     schedule = executed_schedule(schedule, num_stages, num_microbatches)
     if schedule == "none":
         return 1
@@ -234,61 +218,3 @@ def _loops(s: int, rounds: int, f: Times, b: Times, through: list[float], across
         loop = through[r + 1] - through[s] + across[r] - across[s]
         longest = max(longest, (rounds // length) * loop + (rounds % length) * own)
     return 2 * own + longest
-
-
-# ----------------------------------------------------------------------------------------------- the whole timeline
-
-
-def trace(
-    schedule: ScheduleName,
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    num_microbatches: int,
-    transfer_seconds: Sequence[float] | None = None,
-) -> tuple[PipelineEvent, ...]:
-    """Every forward and backward of the step that `simulate` sums up, by start time; for drawing. O(p * m)."""
-    num_stages = len(forward_seconds)
-    transfers = (0.0,) * (num_stages - 1) if transfer_seconds is None else transfer_seconds
-    seconds = {"forward": forward_seconds, "backward": backward_seconds}
-    pending = [stage_order(schedule, s, num_stages, num_microbatches)[::-1] for s in range(num_stages)]
-    ended: dict[tuple[int, int, str], PipelineEvent] = {}
-    free = [0.0] * num_stages
-    while any(pending):
-        for s, order in enumerate(pending):
-            while order:
-                phase, i = order[-1]
-                arrival = _arrival(s, i, phase, num_stages, ended, transfers)
-                if arrival is None:
-                    break
-                start = max(free[s], arrival)
-                free[s] = start + seconds[phase][s]
-                ended[s, i, phase] = PipelineEvent(s, i, phase, start, free[s])
-                order.pop()
-    return tuple(sorted(ended.values(), key=lambda event: (event.start_seconds, event.stage)))
-
-
-def stage_order(
-    schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int
-) -> list[tuple[Literal["forward", "backward"], int]]:
-    """The (phase, microbatch) that `stage` runs, in order."""
-    ahead = num_in_flight(schedule, stage, num_stages, num_microbatches)
-    order: list[tuple[Literal["forward", "backward"], int]] = [("forward", i) for i in range(ahead)]
-    for i in range(num_microbatches):
-        order.append(("backward", i))
-        if i + ahead < num_microbatches:
-            order.append(("forward", i + ahead))
-    return order
-
-
-def _arrival(
-    s: int, i: int, phase: str, num_stages: int, ended: dict[tuple[int, int, str], PipelineEvent], c: Sequence[float]
-) -> float | None:
-    """When the input of an operation is on stage s; None while what makes it has not run."""
-    if phase == "forward":
-        source, transfer = (s - 1, c[s - 1] if s else 0.0)
-    else:
-        source, transfer = (s + 1, c[s] if s + 1 < num_stages else 0.0)
-    if not 0 <= source < num_stages:
-        return 0.0
-    event = ended.get((source, i, phase))
-    return None if event is None else event.end_seconds + transfer

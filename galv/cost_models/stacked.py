@@ -18,10 +18,18 @@ from galv.cost_models.communication import Group, collective_seconds, mesh_group
 from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_seconds
 from galv.cost_models.memory import ModelStates
 from galv.cost_models.overlap import exposed_seconds, resource_of
-from galv.cost_models.unit import Setting, UnitCost
-from galv.cost_models.work import PhaseWork, UnitWork, unit_work
+from galv.cost_models.unit import UnitCost
+from galv.cost_models.work import PhaseWork, Setting, UnitWork, unit_work
 from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, Phase, UnitFacts
-from galv.planner.plan import Recompute, SequenceMode, Strategy, TensorParallelLayout
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    Recompute,
+    SequenceLayout,
+    SequenceMode,
+    Strategy,
+    TensorParallelLayout,
+)
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.device import DeviceProfile, short_dtype
 from galv.profiles.stack import StackProfile
@@ -51,15 +59,36 @@ class _KnownFacts:
 
     known: dict[str, UnitFacts]
 
-    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def facts(
+        self,
+        unit_class: str,
+        layout: TensorParallelLayout | None,
+        microbatch: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        ep: int = 1,
+    ) -> UnitFacts:
         """The facts of one sample."""
-        assert layout is None
-        assert microbatch == 1
+        assert (layout, microbatch, sequence, ep) == (None, 1, None, 1)
         return self.known[unit_class]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
         """None is known."""
         return Exclusion(f"{unit_class} was not captured at tp {degree} {sequence}")
+
+    def sequence_layout(
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
+    ) -> SequenceLayout | Exclusion:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured at cp {degree} {mode} tp {tp}")
+
+    def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured at ep {degree} tp {tp}")
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """None is known."""
+        return Exclusion(f"{unit_class} was not captured with experts")
 
 
 class WorkLibrary:

@@ -1,68 +1,89 @@
-"""What one unit costs under one strategy: seconds per microbatch, seconds per step, bytes.
+"""What one unit does on one device, and how long its own computation takes.
 
 The bridge between what a unit does (`UnitFacts`: operators, collectives, saved bytes) and what the search chooses from.
-Communication of the tensor axis is on the critical path and counts whole; communication of the data-parallel axis runs
-beside computation, and only what sticks out counts ("exposed"), with both slowed while they run together.
+Collectives of the tensor and expert axes, and the exchange of heads for sequence on the context axis, are on the
+critical path and count whole; keys and values that go around a ring run beside attention and count where they stick
+out. The data axes do not matter here: see `data_parallel` and `strategies`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, get_args
 
-from galv.cost_models.communication import collective_seconds, mesh_group, p2p_seconds
-from galv.cost_models.compute import clip_seconds, optimizer_seconds, phase_seconds, unit_seconds
-from galv.cost_models.memory import (
-    FP32_BYTES,
-    ModelStates,
-    gather_window_bytes,
-    gathered_bytes,
-    gradient_window_bytes,
-    model_states,
-)
-from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, Phase, UnitFacts
+import numpy as np
+
+from galv.cost_models.communication import Group
+from galv.cost_models.compute import phase_seconds, unit_seconds
+from galv.cost_models.memory import ModelStates
+from galv.cost_models.network import Network
+from galv.cost_models.weight_gradients import weight_seconds
+from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     OptimizerName,
     Precision,
     Recompute,
+    ScheduleName,
+    SequenceLayout,
     SequenceMode,
     Strategy,
     TensorParallelLayout,
     absolute_name,
 )
 from galv.profiles.cluster import ClusterProfile
+from galv.profiles.device import DeviceProfile
+
+if TYPE_CHECKING:
+    from galv.cost_models.data_parallel import DataCost
 
 
 @dataclass(frozen=True)
-class Setting:
+class Outer:
     """What all units of a candidate share."""
 
-    tp: int
-    sequence: SequenceMode
-    dp: int
     pp: int
     num_microbatches: int
-    microbatch: int
-    """Samples of one data-parallel group."""
+    global_batch: int
     precision: Precision
     optimizer: OptimizerName
+    schedule: ScheduleName = "none"
+    virtual_stages: int = 1
+
+    def microbatch(self, dp: int) -> int | None:
+        """Samples of one of `dp` data-parallel groups in one microbatch; None where that is no whole number."""
+        samples, rest = divmod(self.global_batch, self.num_microbatches * dp)
+        return samples if samples and not rest else None
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How the computation of a unit is divided; the rest of the devices takes other samples."""
+
+    tp: int = 1
+    sequence: SequenceMode = "none"
+    cp: int = 1
+    ep: int = 1
 
     @property
-    def is_ddp_possible(self) -> bool:
-        """Whether the runtime gives the plan to DistributedDataParallel, were every unit at ZeRO 0."""
-        return self.dp > 1 and self.tp == self.pp == 1 and self.precision == "fp32"
+    def num_ranks(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tp * self.cp
 
-    def strategy(self, zero: int, recompute: Recompute) -> Strategy:
-        """The strategy of a unit in this setting."""
-        shard = self.dp if zero else 1
-        return Strategy(
-            tp=self.tp,
-            sequence=self.sequence,
-            dp_shard=shard,
-            dp_replicate=self.dp // shard,
-            zero=zero,
-            recompute=recompute,
-        )
+
+@dataclass(frozen=True, slots=True)
+class WorkingBytes:
+    """What is alive only while a unit runs, part by part."""
+
+    forward_bytes: float
+    """Temporaries of forward beyond what is kept."""
+    backward_bytes: float
+    """Recomputed activations and temporaries of backward."""
+    gathered_bytes: float = 0.0
+    """The unit's own parameters where they are gathered for the moment (zero 3)."""
+    reduction_bytes: float = 0.0
+    """Gradients in the making and on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +103,12 @@ class UnitCost:
     activation_bytes: float
     """Kept per microbatch in flight."""
     working_bytes: float
+    weight_seconds: float = 0.0
+    """The part of `backward_compute_seconds` that makes weight gradients and can run later."""
+    factor_bytes: float = 0.0
+    """Kept per microbatch while only that part is to be run."""
+    working: WorkingBytes | None = None
+    """The parts of `working_bytes`, where they are known."""
 
     @property
     def compute_seconds(self) -> float:
@@ -102,238 +129,248 @@ def exposed_seconds(compute_seconds: float, communication_seconds: float, slowdo
     return together - compute_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class PricedFacts:
-    """What a unit does for one microbatch and how long its own computation takes, whatever the data-parallel axis."""
-
-    layout: TensorParallelLayout | None
-    facts: UnitFacts
-    forward_seconds: float
-    backward_seconds: float
-    again_seconds: float
-    """The part of forward that selective recompute repeats."""
+def exposed_array(compute_seconds: np.ndarray, communication_seconds: np.ndarray, slowdown: np.ndarray) -> np.ndarray:
+    """`exposed_seconds` of every pair."""
+    shorter = np.minimum(compute_seconds, communication_seconds)
+    together = np.maximum(compute_seconds, communication_seconds) + (slowdown - 1) * shorter
+    return np.asarray(together - compute_seconds)
 
 
-class FactsPricer:
-    """Prices each (unit class, tensor degree, sequence mode, microbatch) once for all settings that share it."""
-
-    def __init__(self, graph: ModelGraph, cluster: ClusterProfile) -> None:
-        self.graph, self.cluster = graph, cluster
-        self._priced: dict[tuple[str, int, SequenceMode, int], PricedFacts] = {}
-
-    def layout(self, unit_class: str, tp: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion | None:
-        """The placements of `unit_class`: None at tp 1, an Exclusion where there are none."""
-        return None if tp == 1 else self.graph.source.layout(unit_class, tp, sequence)
-
-    def priced(self, unit_class: str, tp: int, sequence: SequenceMode, microbatch: int) -> PricedFacts:
-        """Facts and seconds of `unit_class` for `microbatch` samples."""
-        key = (unit_class, tp, sequence, microbatch)
-        if key not in self._priced:
-            self._priced[key] = self._price(*key)
-        return self._priced[key]
-
-    def _price(self, unit_class: str, tp: int, sequence: SequenceMode, microbatch: int) -> PricedFacts:
-        layout = self.layout(unit_class, tp, sequence)
-        assert not isinstance(layout, Exclusion), layout
-        facts = self.graph.source.facts(unit_class, layout, microbatch)
-        forward, backward = unit_seconds(facts, self.cluster.device)
-        again = tuple(op for op in facts.phase("forward") if op.kind == "memory")
-        return PricedFacts(layout, facts, forward, backward, phase_seconds(again, self.cluster.device))
+def overlap_slowdown(group: Group, device: DeviceProfile) -> float:
+    """How much slower computation and collectives of `group` run while they run together."""
+    del group  # one figure for links and network as yet
+    return device.overlap_slowdown
 
 
-class UnitPricer:
-    """Prices the units of one model on one cluster in one setting."""
-
-    def __init__(self, shared: FactsPricer, setting: Setting) -> None:
-        self.shared, self.setting = shared, setting
-        self.graph, self.cluster = shared.graph, shared.cluster
-        self.tensor_group = mesh_group(self.cluster, stride=1, size=setting.tp)
-        self.data_group = mesh_group(self.cluster, stride=setting.tp, size=setting.dp)
-        self._classes: dict[str, _ClassPricer] = {}
-
-    def transfer_seconds(self) -> float:
-        """Seconds to send one microbatch's activation to the next stage."""
-        if self.setting.pp == 1:
-            return 0.0
-        stride = self.cluster.num_devices // self.setting.pp
-        crossing = max(self._class(name).facts.output_bytes for name in self.graph.classes) + self._carried_bytes()
-        return p2p_seconds(crossing, stride, self.cluster)
-
-    def _carried_bytes(self) -> float:
-        """The most that a cut sends beside the largest tensor that crosses it: skips, an encoder's output."""
-        most = 0.0
-        if all(edge.consumers[-1] == edge.producer + 1 for edge in self.graph.edges):
-            return most
-        for border in range(1, len(self.graph.units)):
-            sizes = [e.num_bytes(self.setting.microbatch) for e in self.graph.edges if e.crosses(border)]
-            most = max(most, sum(sizes) - max(sizes, default=0.0))
-        return most
-
-    def price(
-        self, unit_class: str, zero: int, recompute: Recompute, *, tied_copy: bool = False, ddp: bool = False
-    ) -> UnitCost:
-        """The cost of one unit of `unit_class`.
-
-        `tied_copy` leaves out parameters that another unit already holds; `ddp` says that DistributedDataParallel runs
-        the whole plan, which computes with the masters themselves.
-        """
-        return self._class(unit_class).price(zero, recompute, tied_copy, ddp)
-
-    def _class(self, unit_class: str) -> _ClassPricer:
-        if unit_class not in self._classes:
-            setting = self.setting
-            priced = self.shared.priced(unit_class, setting.tp, setting.sequence, setting.microbatch)
-            self._classes[unit_class] = _ClassPricer(self, unit_class, priced)
-        return self._classes[unit_class]
+# ----------------------------------------------------------------------------------------------- a unit's own work
 
 
 @dataclass(frozen=True)
-class _ClassPricer:
-    """The parts of a unit class's price that strategies share."""
+class PricedFacts:
+    """What a unit does for one microbatch and how long that takes, whatever the data axes."""
 
-    pricer: UnitPricer
-    unit_class: str
-    priced: PricedFacts
+    facts: UnitFacts
+    forward_seconds: float
+    """Computation, collectives apart; so `backward_seconds`."""
+    backward_seconds: float
+    forward_sent_seconds: float
+    """Exposed collectives of the unit's own axes; so `backward_sent_seconds`."""
+    backward_sent_seconds: float
+    again: dict[Recompute, tuple[float, float]]
+    """(computation, exposed collectives) that recomputation adds to a backward pass."""
+    weight_seconds: dict[Recompute, float]
+    """The part of backward that makes weight gradients and can run later."""
 
-    @property
-    def facts(self) -> UnitFacts:
-        return self.priced.facts
-
-    @cached_property
-    def tensor_communication(self) -> tuple[float, float]:
-        return self._collectives("forward"), self._collectives("backward")
-
-    def _collectives(self, phase: Phase) -> float:
-        return sum(self._collective(op) for op in self.facts.phase(phase) if op.collective is not None)
-
-    def _collective(self, op: Operator) -> float:
-        assert op.collective is not None
-        return collective_seconds(op.collective, op.bytes_read, self.pricer.tensor_group, self.pricer.cluster)
-
-    def recompute_seconds(self, recompute: Recompute) -> tuple[float, float]:
-        """(compute, communication) that recomputation adds to a backward pass."""
-        if recompute == "none":
-            return 0.0, 0.0
-        if recompute == "full":
-            return self.priced.forward_seconds, self.tensor_communication[0]
-        return self.priced.again_seconds, self.tensor_communication[0]
-
-    def local_parameters(self, tied_copy: bool) -> float:
-        """Parameters on one rank of the tensor axis."""
-        sharded = self._sharded_names()
-        tied = self._tied_names() if tied_copy else frozenset()
-        degree = self.pricer.setting.tp
-        parameters = self.pricer.graph.classes[self.unit_class].parameters
-        return sum(p.numel / (degree if p.name in sharded else 1) for p in parameters if p.name not in tied)
-
-    def _sharded_names(self) -> frozenset[str]:
-        modules = self.priced.layout.modules if self.priced.layout else ()
-        names = (
-            ".".join(part for part in (module.module, name) if part)
-            for module in modules
-            for name, change in module.parameters.items()
-            if change.source.kind == "S"
-        )
-        return frozenset(names)
-
-    def _tied_names(self) -> frozenset[str]:
-        graph = self.pricer.graph
-        tied = {name for group in graph.tied for name in group}
-        modules = next(unit.modules for unit in graph.units if unit.unit_class == self.unit_class)
-        names = (parameter.name for parameter in graph.classes[self.unit_class].parameters)
-        return frozenset(name for name in names if absolute_name(modules, name) in tied)
-
-    def price(self, zero: int, recompute: Recompute, tied_copy: bool, ddp: bool) -> UnitCost:
-        setting, device = self.pricer.setting, self.pricer.cluster.device
-        parameters = self.local_parameters(tied_copy)
-        again, again_communication = self.recompute_seconds(recompute)
-        forward, backward = self.priced.forward_seconds, self.priced.backward_seconds + again
-        data = self._data_parallel(zero, parameters, forward, backward)
-        owned = parameters / (setting.dp if zero else 1)
-        return UnitCost(
-            strategy=setting.strategy(zero, recompute),
-            forward_compute_seconds=forward,
-            forward_exposed_seconds=self.tensor_communication[0] + data.forward,
-            backward_compute_seconds=backward,
-            backward_exposed_seconds=self.tensor_communication[1] + again_communication + data.backward,
-            step_exposed_seconds=data.step,
-            optimizer_seconds=optimizer_seconds(owned, setting.optimizer, setting.precision, device)
-            + clip_seconds(owned, device),
-            states=self._states(zero, parameters, ddp),
-            activation_bytes=self._activation_bytes(recompute),
-            working_bytes=self._working_bytes(zero, recompute, parameters, ddp),
-        )
-
-    # -- the data-parallel axis
-
-    def _data_parallel(self, zero: int, parameters: float, forward: float, backward: float) -> _DataParallel:
-        """Exposed communication of the ZeRO level. The model's first unit has nothing to hide behind."""
-        group, cluster = self.pricer.data_group, self.pricer.cluster
-        if group.size == 1:
-            return _DataParallel()
-        slowdown = cluster.device.overlap_slowdown
-        alone = self.pricer.graph.units[0].unit_class == self.unit_class and len(self.pricer.graph.units) > 1
-
-        def exposed(compute: float, communication: float) -> float:
-            return communication if alone else exposed_seconds(compute, communication, slowdown)
-
-        gather = self._over_data("all_gather", gathered_bytes(parameters, self.pricer.setting.precision))
-        scatter = self._over_data("reduce_scatter", parameters * FP32_BYTES)
-        if zero == 0:
-            return _DataParallel(step=exposed(backward, self._over_data("all_reduce", parameters * FP32_BYTES)))
-        if zero == 1:
-            return _DataParallel(step=exposed(forward, gather) + exposed(backward, scatter))
-        if zero == 2:
-            return _DataParallel(step=exposed(forward, gather), backward=exposed(backward, scatter))
-        return _DataParallel(forward=exposed(forward, gather), backward=exposed(backward, gather + scatter))
-
-    def _over_data(self, kind: CollectiveKind, num_bytes: float) -> float:
-        return collective_seconds(kind, num_bytes, self.pricer.data_group, self.pricer.cluster)
-
-    # -- memory
-
-    def _states(self, zero: int, parameters: float, ddp: bool) -> ModelStates:
-        setting = self.pricer.setting
-        return model_states(
-            parameters,
-            zero=zero,
-            dp_shard=setting.dp if zero else 1,
-            dp_replicate=1 if zero else setting.dp,
-            precision=setting.precision,
-            optimizer=setting.optimizer,
-            num_microbatches=setting.num_microbatches,
-            ddp=ddp,
-        )
-
-    def _kept_bytes(self, recompute: Recompute) -> float:
+    def kept_bytes(self, recompute: Recompute) -> float:
         """What recomputation leaves alive from forward to backward, the unit's input not counted."""
         facts = self.facts
         return {"none": facts.saved_bytes, "selective": facts.saved_selective_bytes, "full": 0.0}[recompute]
 
-    def _activation_bytes(self, recompute: Recompute) -> float:
+    def activation_bytes(self, recompute: Recompute) -> float:
+        """Kept for one microbatch from forward to backward, the input included where it has to be."""
         facts = self.facts
-        kept = self._kept_bytes(recompute)
         given = facts.input_bytes if recompute != "none" or facts.input_is_saved else 0.0
-        return given + min(kept, facts.saved_bytes)
+        return given + min(self.kept_bytes(recompute), facts.saved_bytes)
 
-    def _working_bytes(self, zero: int, recompute: Recompute, parameters: float, ddp: bool) -> float:
-        """Alive while this unit runs: recomputed activations, gradients on their way, gathered parameters."""
-        facts, setting = self.facts, self.pricer.setting
-        kept = self._kept_bytes(recompute)
-        rebuilt = max(facts.saved_bytes - kept, 0.0)
-        activations = max(facts.forward_peak_bytes - kept, rebuilt + facts.backward_peak_bytes)
-        each = gathered_bytes(parameters, setting.precision)
-        gathered = gather_window_bytes([each, each]) if zero == 3 else 0
-        return activations + gathered + gradient_window_bytes([parameters], setting.precision, dp=setting.dp, ddp=ddp)
+    def forward_working_bytes(self, recompute: Recompute) -> float:
+        """Alive in forward beyond what is kept."""
+        return max(self.facts.forward_peak_bytes - self.kept_bytes(recompute), 0.0)
+
+    def backward_working_bytes(self, recompute: Recompute) -> float:
+        """Alive in backward beyond what was kept: what is computed again, and temporaries."""
+        rebuilt = max(self.facts.saved_bytes - self.kept_bytes(recompute), 0.0)
+        return rebuilt + self.facts.backward_peak_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _DataParallel:
-    """Exposed seconds of data-parallel communication: per microbatch forward and backward, and once a step."""
+class FactsPricer:
+    """Prices each (unit class, degrees, microbatch) of one model on one cluster once, whoever asks."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    step: float = 0.0
+    def __init__(self, graph: ModelGraph, cluster: ClusterProfile) -> None:
+        self.graph, self.cluster, self.network = graph, cluster, Network(cluster)
+        self._priced: dict[tuple[str, Degrees, int], PricedFacts] = {}
+        self._exclusions: dict[tuple[str, Degrees], str | None] = {}
+        self._parameters: dict[tuple[str, Degrees, bool], tuple[float, float]] = {}
+        self._sizes: dict[str, float] = {}
+        self._flops: dict[int, float] = {}
+        self.data_costs: dict[tuple[object, ...], DataCost] = {}
+        """What the data axes cost, filled in by `strategies`."""
+
+    def layout(self, unit_class: str, tp: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion | None:
+        """The placements of `unit_class`: None at tp 1, an Exclusion where there are none."""
+        if tp == 1:
+            return None
+        return self.graph.source.layout(unit_class, tp, "megatron" if sequence == "megatron" else "none")
+
+    def exclusion(self, unit_class: str, degrees: Degrees) -> str | None:
+        """Why `unit_class` cannot be divided so; None where it can."""
+        key = (unit_class, degrees)
+        if key not in self._exclusions:
+            self._exclusions[key] = next(self._reasons(unit_class, degrees), None)
+        return self._exclusions[key]
+
+    def _reasons(self, unit_class: str, degrees: Degrees) -> Iterator[str]:
+        layout = self.layout(unit_class, degrees.tp, degrees.sequence)
+        if isinstance(layout, Exclusion):
+            yield f"tp {degrees.tp}: {unit_class}: {layout.reason}"
+        elif degrees.cp > 1:
+            sequence = self._sequence(unit_class, degrees)
+            if isinstance(sequence, Exclusion):
+                yield f"{degrees.sequence} {degrees.cp}: {unit_class}: {sequence.reason}"
+        if degrees.ep > 1:
+            experts = self.graph.source.expert_exclusion(unit_class, degrees.ep, tp=degrees.tp)
+            if experts is not None:
+                yield f"ep {degrees.ep}: {unit_class}: {experts.reason}"
+            if degrees.cp > 1:
+                yield f"ep {degrees.ep}: {unit_class}: experts are not shared out beside a context axis"
+
+    def _sequence(self, unit_class: str, degrees: Degrees) -> SequenceLayout | Exclusion | None:
+        if degrees.sequence not in ("ulysses", "ring"):
+            assert degrees.cp == 1, degrees
+            return None
+        return self.graph.source.sequence_layout(unit_class, degrees.sequence, degrees.cp, tp=degrees.tp)
+
+    def priced(self, unit_class: str, degrees: Degrees, microbatch: int) -> PricedFacts:
+        """Facts and seconds of `unit_class` for `microbatch` samples."""
+        key = (unit_class, degrees, microbatch)
+        if key not in self._priced:
+            self._priced[key] = _priced(self._facts(*key), degrees, self.network)
+        return self._priced[key]
+
+    def _facts(self, unit_class: str, degrees: Degrees, microbatch: int) -> UnitFacts:
+        layout, sequence = self.layout(unit_class, degrees.tp, degrees.sequence), self._sequence(unit_class, degrees)
+        assert not isinstance(layout, Exclusion), layout
+        assert not isinstance(sequence, Exclusion), sequence
+        if sequence is None and degrees.ep == 1:
+            return self.graph.source.facts(unit_class, layout, microbatch)
+        return self.graph.source.facts(unit_class, layout, microbatch, sequence=sequence, ep=degrees.ep)
+
+    def sample_bytes(self, unit_class: str) -> float:
+        """Bytes of one sample's output of a unit, nothing cut: what neighbours with other layouts exchange."""
+        if unit_class not in self._sizes:
+            facts = self.graph.source.facts(unit_class, None, self.graph.num_samples)
+            self._sizes[unit_class] = facts.output_bytes / self.graph.num_samples
+        return self._sizes[unit_class]
+
+    def total_flops(self, num_samples: int) -> float:
+        """`total_flops` of the model, counted once."""
+        if num_samples not in self._flops:
+            self._flops[num_samples] = total_flops(self.graph, num_samples)
+        return self._flops[num_samples]
+
+    # -- parameters
+
+    def local_parameters(self, unit_class: str, degrees: Degrees, *, tied_copy: bool = False) -> tuple[float, float]:
+        """(parameters, of which are experts') of one rank of the tensor and expert axes.
+
+        `tied_copy` leaves out parameters that another unit already holds.
+        """
+        key = (unit_class, degrees, tied_copy)
+        if key not in self._parameters:
+            self._parameters[key] = self._count_parameters(unit_class, degrees, tied_copy)
+        return self._parameters[key]
+
+    def _count_parameters(self, unit_class: str, degrees: Degrees, tied_copy: bool) -> tuple[float, float]:
+        layout = self.layout(unit_class, degrees.tp, degrees.sequence)
+        assert not isinstance(layout, Exclusion), layout
+        sharded, tied = _sharded_names(layout), self._tied_names(unit_class) if tied_copy else frozenset()
+        total = experts = 0.0
+        for parameter in self.graph.classes[unit_class].parameters:
+            if parameter.name in tied:
+                continue
+            local = parameter.numel / (degrees.tp if parameter.name in sharded else 1)
+            local /= degrees.ep if parameter.is_expert else 1
+            total += local
+            experts += local if parameter.is_expert else 0.0
+        return total, experts
+
+    def _tied_names(self, unit_class: str) -> frozenset[str]:
+        tied = {name for group in self.graph.tied for name in group}
+        modules = next(unit.modules for unit in self.graph.units if unit.unit_class == unit_class)
+        names = (parameter.name for parameter in self.graph.classes[unit_class].parameters)
+        return frozenset(name for name in names if absolute_name(modules, name) in tied)
+
+    @cached_property
+    def tied_classes(self) -> frozenset[str]:
+        """Classes of units that share parameters with units of other positions."""
+        return frozenset(self.graph.units[i].unit_class for group in self.graph.tied_units for i in group)
+
+
+def _sharded_names(layout: TensorParallelLayout | None) -> frozenset[str]:
+    names = (
+        ".".join(part for part in (module.module, name) if part)
+        for module in (layout.modules if layout else ())
+        for name, change in module.parameters.items()
+        if change.source.kind == "S"
+    )
+    return frozenset(names)
+
+
+# ----------------------------------------------------------------------------------------------- pricing facts
+
+
+def _priced(facts: UnitFacts, degrees: Degrees, network: Network) -> PricedFacts:
+    device = network.cluster.device
+    forward, backward = unit_seconds(facts, device)
+    repeated = tuple(op for op in facts.phase("forward") if op.kind == "memory")
+    sent, sent_back = (_sent_seconds(facts, phase, degrees, network) for phase in ("forward", "backward"))
+    # Selective recompute keeps what attention put out, and so never sends keys and values around again.
+    resent = _critical_seconds(facts, "forward", degrees, network)
+    return PricedFacts(
+        facts=facts,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        forward_sent_seconds=sent,
+        backward_sent_seconds=sent_back,
+        again={
+            "none": (0.0, 0.0),
+            "selective": (phase_seconds(repeated, device), resent),
+            "full": (forward, sent),
+        },
+        weight_seconds={level: weight_seconds(facts, level, device) for level in get_args(Recompute)},
+    )
+
+
+def axis_of(axis: Axis, degrees: Degrees) -> tuple[int, int]:
+    """(stride, size) of one axis of a unit: tensor innermost, then context; experts over the data ranks that follow."""
+    if axis == "tensor":
+        return 1, degrees.tp
+    return (degrees.tp, degrees.cp) if axis == "context" else (degrees.num_ranks, degrees.ep)
+
+
+def _sent_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, network: Network) -> float:
+    """Exposed seconds of the unit's own collectives in one direction."""
+    ring = sum(_collective_seconds(op, degrees, network) for op in _collectives(facts, phase) if _is_ring_step(op))
+    critical = _critical_seconds(facts, phase, degrees, network)
+    if not ring:
+        return critical
+    stride, size = axis_of("context", degrees)
+    attention = tuple(op for op in facts.phase(phase) if op.kind == "attention")
+    device = network.cluster.device
+    slowdown = overlap_slowdown(network.group(stride=stride, size=size), device)
+    return critical + exposed_seconds(phase_seconds(attention, device), ring, slowdown)
+
+
+def _critical_seconds(facts: UnitFacts, phase: Phase, degrees: Degrees, network: Network) -> float:
+    """Seconds of the collectives that computation waits for."""
+    waited = (op for op in _collectives(facts, phase) if not _is_ring_step(op))
+    return sum(_collective_seconds(op, degrees, network) for op in waited)
+
+
+def _collectives(facts: UnitFacts, phase: Phase) -> list[Operator]:
+    return [op for op in facts.operators if op.collective is not None and op.phase == phase]
+
+
+def _is_ring_step(op: Operator) -> bool:
+    return op.axis == "context" and op.collective == "p2p"
+
+
+def _collective_seconds(op: Operator, degrees: Degrees, network: Network) -> float:
+    assert op.collective is not None
+    stride, size = axis_of(op.axis, degrees)
+    return network.seconds(op.collective, op.bytes_read, stride=stride, size=size)
+
+
+# ----------------------------------------------------------------------------------------------- model FLOPs
 
 
 ATTENTION_BACKWARD_SHARE = 0.8

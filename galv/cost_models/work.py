@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from galv.planner.graph import CollectiveKind, Operator, Phase, UnitFacts
+from galv.planner.plan import OptimizerName, Precision, Recompute, SequenceMode, Strategy
 
 NORM_SLOWNESS: dict[Phase, float] = {"forward": 1.5, "backward": 2.5}
 """Time of a norm's kernel over that of its traffic at the rate of other element-wise kernels: layer norms timed alone
@@ -31,6 +32,33 @@ class Traffic(NamedTuple):
     def __add__(self, other: tuple[float, ...]) -> Traffic:  # type: ignore[override]
         """Both traffics added."""
         return Traffic(self.eager + other[0], self.fused + other[1])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all units share where another software trains."""
+
+    tp: int
+    sequence: SequenceMode
+    dp: int
+    pp: int
+    num_microbatches: int
+    microbatch: int
+    """Samples of one data-parallel group."""
+    precision: Precision
+    optimizer: OptimizerName
+
+    def strategy(self, zero: int, recompute: Recompute) -> Strategy:
+        """The strategy of a unit in this setting."""
+        shard = self.dp if zero else 1
+        return Strategy(
+            tp=self.tp,
+            sequence=self.sequence,
+            dp_shard=shard,
+            dp_replicate=self.dp // shard,
+            zero=zero,
+            recompute=recompute,
+        )
 
 
 @dataclass(frozen=True, slots=True)

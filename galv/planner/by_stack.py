@@ -13,12 +13,24 @@ from weakref import WeakKeyDictionary
 from galv import __version__
 from galv.cost_models.estimate import estimate_plan, stages_step_seconds
 from galv.cost_models.stacked import StackPricer, WorkLibrary, reached_cluster
-from galv.cost_models.unit import Setting, UnitCost, total_flops
+from galv.cost_models.unit import UnitCost, total_flops
+from galv.cost_models.work import Setting
 from galv.errors import UsageError
 from galv.planner.assemble import cluster_of, model_of
 from galv.planner.by_hand import Layout
 from galv.planner.graph import Exclusion, FactsSource, ModelGraph, UnitRef
-from galv.planner.plan import Estimate, Pipeline, Plan, Recompute, ScheduleName, Stage, Strategy, Training, Unit
+from galv.planner.plan import (
+    Estimate,
+    Pipeline,
+    Plan,
+    Recompute,
+    ScheduleName,
+    Stage,
+    Strategy,
+    Training,
+    Unit,
+)
+from galv.planner.plan_checks import virtual_stages_of
 from galv.planner.space import Request, setting_for
 from galv.profiles.cluster import ClusterProfile
 from galv.profiles.stack import WIDE_JOB_NODES, StackProfile
@@ -62,13 +74,13 @@ class PricedStages:
 def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProfile, layout: StackLayout) -> float:
     """Seconds of a step of `layout` under `stack`, as `priced_stages` finds it, without all that it also says."""
     pricer = _pricer(library, cluster, stack, layout)
-    stages = _stages(_chunks(pricer, layout), layout)
     return stages_step_seconds(
-        stages,
+        _stages(_chunks(pricer, layout)),
         setting=layout.setting,
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
         virtual_stages=layout.extras.virtual_stages,
+        even=True,
         microbatch_seconds=stack.microbatch_seconds,
         step_seconds=_once_seconds(pricer, layout),
     )
@@ -83,7 +95,7 @@ def priced_stages(
     pricer = _pricer(library, cluster, stack, layout)
     chunks = _chunks(pricer, layout)
     found = estimate_plan(
-        _stages(chunks, layout),
+        _stages(chunks),
         setting=layout.setting,
         schedule=layout.schedule,
         transfer_seconds=pricer.transfer_seconds(),
@@ -92,6 +104,7 @@ def priced_stages(
         tokens_per_step=request.global_batch * (request.seq_len or 1),
         model_flops=total_flops(graph, 1) * request.global_batch,
         virtual_stages=layout.extras.virtual_stages,
+        even=True,
         microbatch_seconds=stack.microbatch_seconds,
         step_seconds=_once_seconds(pricer, layout),
     )
@@ -121,10 +134,13 @@ def _chunks(pricer: StackPricer, layout: StackLayout) -> list[Chunk]:
     return [tuple((unit, costs[unit.name]) for unit in graph.units[a:b]) for a, b in pairwise(starts)]
 
 
-def _stages(chunks: Sequence[Chunk], layout: StackLayout) -> list[list[UnitCost]]:
-    """The costs of every pipeline rank's units."""
-    ranks = layout.setting.pp
-    return [[cost for chunk in chunks[rank::ranks] for _, cost in chunk] for rank in range(ranks)]
+def _stages(chunks: Sequence[Chunk]) -> list[list[UnitCost]]:
+    """The costs of every chunk's units."""
+    return [[cost for _, cost in chunk] for chunk in chunks]
+
+
+def _pipeline(layout: StackLayout) -> Pipeline:
+    return Pipeline(degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages)
 
 
 _LIBRARIES: WeakKeyDictionary[FactsSource, WorkLibrary] = WeakKeyDictionary()
@@ -151,6 +167,8 @@ def stack_layout(cluster: ClusterProfile, layout: Layout, extras: StackExtras, r
     """A user's layout in the terms of the cost models. Raises UsageError when the sizes do not divide."""
     extras.check()
     layout.check_numbers()
+    if layout.ep > 1 or layout.offload or layout.dp_shard is not None or layout.dp_replicate is not None:
+        raise UsageError("ep, offload, dp_shard and dp_replicate are not known of other software; leave out the stack")
     ranks = layout.tp * layout.pp * extras.context
     dp, rest = divmod(cluster.num_devices, ranks)
     if rest or not dp:
@@ -166,8 +184,18 @@ def stack_layout(cluster: ClusterProfile, layout: Layout, extras: StackExtras, r
     sequence = layout.sequence or ("megatron" if layout.tp > 1 else "none")
     setting = setting_for(request, tp=layout.tp, sequence=sequence, dp=dp, pp=layout.pp, num_microbatches=rounds)
     zero = layout.zero if dp * extras.context > 1 else 0
+    return StackLayout(setting, zero, layout.recompute, _schedule(layout, extras), extras)
+
+
+def _schedule(layout: Layout, extras: StackExtras) -> ScheduleName:
+    """The schedule asked for; 1F1B of several chunks a rank is interleaved 1F1B. Raises UsageError for others."""
+    v = extras.virtual_stages
     schedule = "none" if layout.pp == 1 else layout.schedule or "1f1b"
-    return StackLayout(setting, zero, layout.recompute, schedule, extras)
+    if schedule == "1f1b" and v > 1:
+        return "interleaved"
+    if v not in virtual_stages_of(schedule):
+        raise UsageError(f"the schedule {schedule} does not run {v} chunks of the model on each pipeline rank")
+    return schedule
 
 
 def plan_of(
@@ -188,9 +216,7 @@ def plan_of(
             optimizer=request.optimizer,
             stack=stack.name,
         ),
-        pipeline=Pipeline(
-            degree=layout.setting.pp, schedule=layout.schedule, virtual_stages=layout.extras.virtual_stages
-        ),
+        pipeline=_pipeline(layout),
         stages=stages,
         estimate=priced.estimate,
     )

@@ -10,11 +10,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
-from galv.planner.plan import InputSpec, SequenceMode, TensorParallelLayout
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    InputSpec,
+    SequenceLayout,
+    SequenceMode,
+    TensorParallelLayout,
+)
 
 OperatorKind = Literal["matmul", "attention", "memory", "view", "collective"]
 Phase = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
+Axis = Literal["tensor", "context", "expert"]
+"""The axes of a unit's devices that its own operators communicate over; the data axes are the cost models' to add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,12 @@ class Operator:
     attention: tuple[float, float, float, float, float, bool] | None = None
     """(batch, heads, query length, key length, head dim, causal) of a fused attention kernel."""
     collective: CollectiveKind | None = None
-    """For `collective`: over the tensor axis; `bytes_read` is the full tensor (see `cost_models.communication`)."""
+    """For `collective`: `bytes_read` is the full tensor (see `cost_models.communication`). The steps of a ring are a
+    `p2p` each, one message of keys and values, beside the attention of the same phase."""
+    axis: Axis = "tensor"
+    """For `collective`: the axis that it goes over."""
+    is_weight_gradient: bool = False
+    """Whether it is a matrix product in backward that makes a parameter's gradient: nothing waits for it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ class UnitFacts:
     """What one rank does and keeps for one unit, one microbatch, under one tensor-parallel layout. Bytes, FLOPs."""
 
     operators: tuple[Operator, ...]
-    """Forward, then backward, in the order of execution; collectives of the tensor axis included."""
+    """Forward, then backward, in the order of execution; collectives of tensor, context and expert axes included."""
     saved_bytes: float
     """Kept from forward to backward beyond parameters and the unit's own inputs, each storage once."""
     saved_selective_bytes: float
@@ -84,6 +98,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    is_expert: bool = False
+    """Whether its first dim counts experts, which expert parallelism shares out."""
 
     @property
     def numel(self) -> int:
@@ -102,6 +118,8 @@ class UnitClass:
     """Named within the unit, see `plan.absolute_name`."""
     is_opaque: bool = False
     """Whether it was not traced: what it computes was counted in one run with made-up values."""
+    experts: int = 0
+    """Experts of a mixture-of-experts block; 0 for all other units."""
 
     @cached_property
     def num_parameters(self) -> int:
@@ -151,12 +169,38 @@ class Exclusion:
 class FactsSource(Protocol):
     """Where facts come from: the tracer, or a fixed table in tests."""
 
-    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
-        """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
+    def facts(
+        self,
+        unit_class: str,
+        layout: TensorParallelLayout | None,
+        microbatch: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        ep: int = 1,
+    ) -> UnitFacts:
+        """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1.
+
+        `sequence`: on one of `degree` ranks that share the sequence, all bytes those of this rank; None means cp 1.
+        `ep`: on one of `ep` ranks that share the experts and exchange their tokens, evenly routed.
+        """
         ...
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
         """The placements found for a tensor-parallel degree, or why there are none."""
+        ...
+
+    def sequence_layout(
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
+    ) -> SequenceLayout | Exclusion:
+        """The cut of the sequence over `degree` ranks, each with a tensor axis of `tp`, or why there is none."""
+        ...
+
+    def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
+        """Why the experts cannot be shared out over `degree` ranks; None where they can."""
+        ...
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """Where the experts of a unit class are, or why it has none to share out."""
         ...
 
 

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from galv.cost_models.unit import FactsPricer
+from galv.cost_models.unit import Degrees, FactsPricer
 from galv.errors import GalvError, NoFeasiblePlan
 from galv.planner.plan import Alternative
 from galv.planner.plan_table import gib
-from galv.planner.planner import best_plan, describe, exclusion
-from galv.planner.space import Candidate
+from galv.planner.planner import best_plan
+from galv.planner.space import Candidate, Features, Request, candidates, describe, exclusion
 from galv.planner.tables import Limits
 
 
-def alternatives(shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int) -> tuple[Alternative, ...]:
+def alternatives(shared: FactsPricer, request: Request) -> tuple[Alternative, ...]:
     """Plain DDP, FSDP everywhere, Megatron-style tensor parallelism within the node, and a plain pipeline.
 
-    Microbatch and recomputation are tuned for each, as a careful user would.
+    All units have the same degrees. Microbatch and recomputation are tuned for each, as a careful user would.
     """
-    node = shared.cluster.devices_per_node
+    node, budget_bytes = shared.cluster.devices_per_node, request.budget_bytes
+    found = candidates(shared.graph, shared.cluster, request, Features())
 
     def only_data(candidate: Candidate) -> bool:
-        return candidate.setting.pp == candidate.setting.tp == 1
+        return candidate.outer.pp == _tp(candidate) == 1
 
     def megatron(candidate: Candidate) -> bool:
-        setting = candidate.setting
-        return setting.pp == 1 and setting.tp == node > 1
+        return candidate.outer.pp == 1 and _tp(candidate) == node > 1
 
     def pipeline(candidate: Candidate) -> bool:
-        return candidate.setting.pp > 1 and candidate.setting.tp == 1
+        return candidate.outer.pp > 1 and _tp(candidate) == 1
 
     rows: list[tuple[str, Callable[[Candidate], bool], int]] = [
         ("DDP", only_data, 0),
@@ -37,6 +37,11 @@ def alternatives(shared: FactsPricer, found: Sequence[Candidate], budget_bytes: 
         ("PP", pipeline, 0),
     ]
     return tuple(_alternative(shared, name, filter(keep, found), budget_bytes, zero) for name, keep, zero in rows)
+
+
+def _tp(candidate: Candidate) -> int:
+    assert candidate.uniform is not None, "habits do not mix degrees"
+    return candidate.uniform.tp
 
 
 def _alternative(
@@ -61,7 +66,7 @@ def _alternative(
 def _absence(shared: FactsPricer, name: str) -> str:
     node = shared.cluster.devices_per_node
     if name.startswith("TP") and node > 1:
-        return exclusion(shared, node, "none") or "the global batch does not divide among its data-parallel groups"
+        return exclusion(shared, Degrees(node)) or "the global batch does not divide among its data-parallel groups"
     if name.startswith("TP"):
         return "one device a node"
     if name == "PP":

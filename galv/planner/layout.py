@@ -1,4 +1,4 @@
-"""How tensors lie on the tensor axis: the layouts of a plan, and what changes them at module borders.
+"""How tensors lie on the tensor and context axes: the layouts of a plan, and what changes them at module borders.
 
 Data only; `galv.localize` says what it means when a module runs.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 SequenceMode = Literal["none", "megatron", "ulysses", "ring"]
+ContextMode = Literal["ulysses", "ring"]
+"""The sequence modes that have an axis of their own."""
 
 
 class Frozen(BaseModel):
@@ -129,3 +131,82 @@ class TensorParallelLayout(Frozen):
     sequence: SequenceMode
     modules: tuple[ModuleLayout, ...]
     local_arguments: tuple[LocalArgument, ...] = ()
+
+
+class SequenceCut(Frozen):
+    """How a tensor lies on a context axis of `degree` ranks: cut along `dim`, see `SequenceLayout.balanced`."""
+
+    degree: int
+    dim: int
+    balanced: bool
+
+
+class SequenceLayout(Frozen):
+    """How one class of repeated blocks is cut along the sequence over a context axis of `degree` ranks.
+
+    In front of a block its arguments are brought to these layouts, on the context axis; within, every rank computes on
+    its part of the sequence with whole parameters, of whose gradients it sees a summand. Only attention communicates.
+    """
+
+    unit_class: str
+    mode: ContextMode
+    """`ulysses`: attention gets its heads cut in place of the sequence, by all-to-all (arXiv 2309.14509). `ring`: keys
+    and values go round the ranks (arXiv 2310.01889)."""
+    degree: int = Field(ge=2, le=2**20)
+    balanced: bool = False
+    """Whether rank i of n holds the chunks i and 2n-1-i of 2n, so that all have the same share of causal attention
+    (arXiv 2311.09431); else it holds chunk i of n."""
+    arguments: dict[str, tuple[TextLayout, ...]]
+    """For each argument of the block that holds tensors, by position or keyword, the layouts of these in reading order:
+    S<dim>, R, or R+ for one that is whole while its gradient is a summand."""
+    activation: str
+    """The argument, one of these, that is the output of the unit before, or is made of it."""
+    output_dim: int = Field(ge=0, lt=64)
+    """The dim of the block's activation, the first tensor that it returns, that is the sequence."""
+    attention: tuple[Literal["exchanged", "local"], ...] = ()
+    """The block's calls of `scaled_dot_product_attention`, in order: those whose keys are the sequence itself, and
+    those whose keys every rank has whole, which need nothing."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SequenceLayout:
+        layouts = self.arguments.get(self.activation, ())
+        if layouts != (Layout(kind="S", dim=self.output_dim),):
+            raise ValueError(f"the activation {self.activation!r} must be S{self.output_dim}, as the block returns it")
+        return self
+
+    def cut_along(self, dim: int) -> SequenceCut:
+        """How a tensor lies whose dim `dim` is the sequence."""
+        return SequenceCut(degree=self.degree, dim=dim, balanced=self.balanced)
+
+    @property
+    def activation_cut(self) -> SequenceCut:
+        """How the block takes and gives its activation."""
+        return self.cut_along(self.output_dim)
+
+
+class ExpertsModule(Frozen):
+    """One module that holds experts and computes them: called with tokens, the experts chosen for each, and weights.
+
+    Tokens are (tokens, width), the other two (tokens, choices); what it returns is like the tokens: for each of them
+    the sum over its choices. So any part of the (token, choice) pairs can be computed elsewhere.
+    """
+
+    module: str
+    """Name within the unit, see `absolute_name`."""
+    parameters: tuple[str, ...]
+    """Names within the module; the first dim of each counts experts."""
+    tokens: str
+    """The argument's position ("0") or keyword; so `choices` and `weights`."""
+    choices: str
+    weights: str
+    counts: tuple[str, ...] = ()
+    """Attributes of the module that hold the number of experts; on a part of the experts, the part's number."""
+
+
+class ExpertLayout(Frozen):
+    """Where the experts of one unit class are, and how many: all that it takes to share them out over ranks."""
+
+    unit_class: str
+    num_experts: int = Field(ge=2, le=2**20)
+    """Of each of the modules."""
+    modules: tuple[ExpertsModule, ...] = Field(min_length=1)

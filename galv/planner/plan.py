@@ -1,31 +1,33 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
 This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
-what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie on the tensor
-axis, the training set-up that the plan was made for, what it was estimated to cost, and the fingerprint of the model it
-belongs to. `planner` writes plans, `runtime` reads them.
+what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie, the training
+set-up that it was made for, its estimated cost, and the model it belongs to. `planner` writes plans, `runtime` reads.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from galv.planner.layout import ContextMode as ContextMode
+from galv.planner.layout import ExpertLayout as ExpertLayout
+from galv.planner.layout import ExpertsModule as ExpertsModule
 from galv.planner.layout import Frozen as Frozen
 from galv.planner.layout import Layout as Layout
 from galv.planner.layout import LocalArgument as LocalArgument
 from galv.planner.layout import ModuleLayout as ModuleLayout
 from galv.planner.layout import Redistribution as Redistribution
+from galv.planner.layout import SequenceCut as SequenceCut
+from galv.planner.layout import SequenceLayout as SequenceLayout
 from galv.planner.layout import SequenceMode as SequenceMode
 from galv.planner.layout import TensorParallelLayout as TensorParallelLayout
 from galv.planner.layout import absolute_name as absolute_name
 from galv.planner.plan_checks import faults, repeated
+from galv.planner.plan_file import check_version, write_whole
 
 SCHEMA_VERSION: Final = 1
 MAX_GLOBAL_BATCH: Final = 2**40
@@ -301,17 +303,23 @@ class MemoryBreakdown(Frozen):
     """Alive for the moment only: gathered parameters, recomputed activations, logits, gradients in flight."""
     reserved_bytes: Bytes = 0
     """Not the model's: context, communication buffers, allocator slack."""
+    context_bytes: Bytes = 0
+    """Of `reserved_bytes`, what torch's allocator does not count."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the tensors take, as torch.cuda.max_memory_allocated() says."""
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.working_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the allocator has taken for them, as torch.cuda.max_memory_reserved() says."""
+        return self.total_bytes - self.context_bytes
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.working_bytes
-            + self.reserved_bytes
-        )
+        return self.allocated_bytes + self.reserved_bytes
 
 
 class UnitEstimate(Frozen):
@@ -336,6 +344,8 @@ class StageEstimate(Frozen):
     """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
     backward_seconds: Figure = 0.0
     step_seconds: Figure = 0.0
+    weight_seconds: Figure = 0.0
+    """The part of `backward_seconds` that makes weight gradients and can run later."""
 
 
 class Estimate(Frozen):
@@ -393,6 +403,10 @@ class Plan(Frozen):
     stages: tuple[Stage, ...]
     layouts: tuple[TensorParallelLayout, ...] = ()
     """One for each (unit class, degree, sequence mode) that the units use with tp > 1."""
+    experts: tuple[ExpertLayout, ...] = ()
+    """One for each unit class that units use with ep > 1."""
+    sequence_layouts: tuple[SequenceLayout, ...] = ()
+    """One for each (unit class, degree, sequence mode) that the units use with cp > 1."""
     estimate: Estimate
     alternatives: tuple[Alternative, ...] = ()
     search: SearchReport | None = None
@@ -417,18 +431,37 @@ class Plan(Frozen):
 
     @property
     def data_parallel_degree(self) -> int:
-        """Groups that each take their own samples."""
+        """Groups that each take their own samples, in the first unit: it decides which samples a rank is fed with."""
         return self.stages[0].units[0].strategy.dp
 
     @property
+    def data_degrees(self) -> tuple[int, ...]:
+        """The data-parallel degrees of the units, ascending; more than one where units differ."""
+        return tuple(sorted({unit.strategy.dp for unit in self.units()}))
+
+    @property
     def micro_batch(self) -> int:
-        """Samples that one data-parallel group processes at once."""
-        return self.training.global_batch // (self.training.num_microbatches * self.data_parallel_degree)
+        """Samples that one data-parallel group of the first unit processes at once."""
+        return self.samples_at(self.data_parallel_degree)
+
+    def samples_at(self, degree: int) -> int:
+        """Samples of a microbatch that each of `degree` data-parallel groups processes."""
+        return self.training.global_batch // (self.training.num_microbatches * degree)
 
     def layout_of(self, unit: Unit) -> TensorParallelLayout | None:
         """The placements of `unit` on the tensor axis, None at tp 1."""
-        key = (unit.unit_class, unit.strategy.tp, unit.strategy.sequence)
+        mode = "megatron" if unit.strategy.sequence == "megatron" else "none"
+        key = (unit.unit_class, unit.strategy.tp, mode)
         return next((x for x in self.layouts if (x.unit_class, x.degree, x.sequence) == key), None)
+
+    def sequence_layout_of(self, unit: Unit) -> SequenceLayout | None:
+        """How `unit` is cut along the sequence, None at cp 1."""
+        key = (unit.unit_class, unit.strategy.cp, unit.strategy.sequence)
+        return next((x for x in self.sequence_layouts if (x.unit_class, x.degree, x.mode) == key), None)
+
+    def experts_of(self, unit: Unit) -> ExpertLayout | None:
+        """Where the experts of `unit` are, None at ep 1."""
+        return next((x for x in self.experts if x.unit_class == unit.unit_class and unit.strategy.ep > 1), None)
 
     def __str__(self) -> str:
         from galv.planner.plan_table import render  # the face needs the value, and the value its face only here
@@ -444,17 +477,7 @@ class Plan(Frozen):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan in `text`. Raises ValueError saying what is wrong with it."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"not complete JSON (line {error.lineno}: {error.msg}); was the file cut short?"
-            ) from error
-        except RecursionError as error:
-            raise ValueError("its brackets are nested too deeply") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"schema version {version!r}; this galv reads version {SCHEMA_VERSION}")
+        check_version(text, SCHEMA_VERSION)
         try:
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
@@ -472,22 +495,3 @@ class Plan(Frozen):
         for fault in faults(self):
             raise ValueError(fault)
         return self
-
-
-def write_whole(text: str, path: str | Path) -> None:
-    """Makes `text` the content of the file at `path`, whole or not at all.
-
-    A link is followed: what it leads to is replaced. Raises OSError where the system refuses, and where something is
-    at `path` that is no regular file (a device, a pipe, a folder): that cannot be replaced without being destroyed.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    partial = target.with_name(f".galv-{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)

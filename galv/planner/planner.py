@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from galv.cost_models.memory import reserved_bytes
-from galv.cost_models.unit import FactsPricer
+from galv.cost_models.unit import Degrees, FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
-from galv.planner.graph import Exclusion, ModelGraph
-from galv.planner.plan import SearchReport, SequenceMode
+from galv.planner.plan import SearchReport
 from galv.planner.plan_table import gib, gib_enough
 from galv.planner.reporter import Reporter
 from galv.planner.search.solve import Solution, least_usable_bytes, lower_bound_seconds, solve
-from galv.planner.space import Candidate
+from galv.planner.space import Candidate, describe, exclusion
 from galv.planner.tables import Limits, PricedTable, priced_tables
 
 
@@ -73,27 +72,18 @@ def best_plan(
     return Answer(*best, report)
 
 
-def describe(candidate: Candidate) -> str:
-    """A candidate in a few words."""
-    setting = candidate.setting
-    parts = [f"tp{setting.tp}" + ("+seq" if setting.sequence == "megatron" else "")] if setting.tp > 1 else []
-    parts += [f"pp{setting.pp} {candidate.schedule}"] if setting.pp > 1 else []
-    parts += [f"dp{setting.dp}"] if setting.dp > 1 else []
-    return " ".join([*parts, f"microbatch {setting.microbatch}"])
-
-
 def _tables(
     shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int, limits: Limits, reporter: Reporter
 ) -> list[tuple[float, PricedTable]]:
     reporter.phase("pricing")
-    excluded: dict[tuple[int, SequenceMode], str | None] = {}
+    excluded: dict[Degrees | None, str | None] = {None: None}
     tables: list[tuple[float, PricedTable]] = []
     for done, candidate in enumerate(found):
         reporter.progress(done, len(found))
-        key = (candidate.setting.tp, candidate.setting.sequence)
-        if key not in excluded:
-            excluded[key] = exclusion(shared, *key)
-        if excluded[key] is None:
+        uniform = candidate.uniform
+        if uniform is not None and uniform not in excluded:
+            excluded[uniform] = exclusion(shared, uniform)
+        if excluded[uniform] is None:
             priced = priced_tables(shared, candidate, budget_bytes, limits)
             tables += [(lower_bound_seconds(one.table), one) for one in priced]
     if not tables:
@@ -101,25 +91,6 @@ def _tables(
         raise UsageError("no layout can exist for this model here: " + "; ".join(reasons))
     reporter.phase("searching")
     return tables
-
-
-def exclusion(shared: FactsPricer, tp: int, sequence: SequenceMode) -> str | None:
-    """Why the model has no placements at this tensor degree and sequence mode; None when it has."""
-    for name in shared.graph.classes:
-        layout = shared.layout(name, tp, sequence)
-        if isinstance(layout, Exclusion):
-            return f"tp {tp}: {name}: {layout.reason}"
-    return _skip(shared.graph) if sequence == "megatron" else None
-
-
-def _skip(graph: ModelGraph) -> str | None:
-    """Why activations cannot be sequence-sharded between units: one goes past its neighbour, where it must be whole."""
-    for edge in graph.edges:
-        far = [consumer for consumer in edge.consumers if consumer > edge.producer + 1]
-        if far:
-            names = graph.units[edge.producer].name, graph.units[far[0]].name
-            return f"sequence sharding: {names[0]} also feeds {names[1]}, past its neighbour"
-    return None
 
 
 def _infeasible(tables: Sequence[PricedTable], budget_bytes: int) -> NoFeasiblePlan:

@@ -1,23 +1,66 @@
-"""Which layouts exist for a model on a cluster, and why others do not.
+"""Which strategies exist for a model on a cluster, and why others do not.
 
-The searched space: pipeline degrees that divide the devices, with any cut of the units; tensor degrees that divide a
-stage's devices and stay within a node, with or without sequence-sharded activations between the tensor-parallel
-regions; the rest of a stage is data-parallel; every microbatch size that divides; GPipe and 1F1B. Per unit: ZeRO 0 to 3
-and, for repeated blocks, recompute none, selective or full.
+An outer candidate is a pipeline degree that divides the devices, a schedule with its number of model chunks on each
+rank, and a number of microbatches. Inside, on the devices D of a stage, a unit's strategy is
+
+* a tensor degree that divides D and the devices of a node, with or without sequence-sharded activations between the
+  tensor-parallel regions (blocks), or a context axis of any divisor of the rest (blocks; Ulysses or ring);
+* data parallelism on what is left, for microbatches of whole samples, split into shards and replicas in every way;
+* ZeRO 0 to 3; for experts, any share-out over the data ranks;
+* for blocks, recompute none, selective or full;
+* what is offloaded to the host's memory.
+
+The runtime does not run all of it yet: `RUNS` says what. Where units of one plan cannot differ in their degrees, each
+choice of degrees is a candidate of its own (`Candidate.uniform`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from galv.cost_models.unit import Setting
+from galv.cost_models.data_parallel import Sharing, fits_together
+from galv.cost_models.strategies import Row
+from galv.cost_models.unit import Degrees, FactsPricer, Outer
+from galv.cost_models.work import Setting
 from galv.errors import UsageError
 from galv.planner.graph import ModelGraph
-from galv.planner.plan import OptimizerName, Precision, Recompute, ScheduleName, SequenceMode
+from galv.planner.plan import Offload, OptimizerName, Precision, Recompute, ScheduleName, SequenceMode
 from galv.profiles.cluster import ClusterProfile
 
 RECOMPUTE_LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
+OFFLOADS: tuple[tuple[Offload, ...], ...] = (
+    (),
+    ("activations",),
+    ("optimizer",),
+    ("activations", "optimizer"),
+    ("optimizer", "parameters"),
+    ("activations", "optimizer", "parameters"),
+)
+"""What can be offloaded together: parameters only with the optimizer, which updates them where they lie."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Parts of the space that can be left out."""
+
+    mixed_degrees: bool = False
+    """Units of one plan differ in their tensor, context and data degrees. Context degrees need it: what stands around
+    the blocks has none."""
+    ulysses: bool = False
+    ring: bool = False
+    hybrid: bool = False
+    """Shards and replicas of a unit's states."""
+    experts: bool = False
+    offload: bool = False
+    interleaved: bool = False
+    zero_bubble: bool = False
+
+
+RUNS = Features(experts=True)
+"""What galv's runtime runs."""
+EVERYTHING = Features(*[True] * 8)
 
 
 @dataclass(frozen=True)
@@ -34,10 +77,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One outer choice: what all units share, and the schedule."""
+    """One outer choice."""
 
-    setting: Setting
-    schedule: ScheduleName
+    outer: Outer
+    num_devices: int
+    """Of a stage."""
+    uniform: Degrees | None = None
+    """The tensor degree and sequence mode that all units have; None where each unit chooses."""
+    features: Features = RUNS
 
 
 def divisors(number: int) -> list[int]:
@@ -70,33 +117,150 @@ def listed(numbers: Iterable[int], most: int = 12) -> str:
     return ", ".join(ordered)
 
 
-def candidates(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> list[Candidate]:
+# ----------------------------------------------------------------------------------------------- outer choices
+
+
+def candidates(
+    graph: ModelGraph, cluster: ClusterProfile, request: Request, features: Features = RUNS
+) -> list[Candidate]:
     """Every outer choice. Raises UsageError when the global batch fits no number of data-parallel groups."""
     found = [
-        Candidate(setting, schedule)
-        for setting in _settings(graph, cluster, request)
-        for schedule in schedules(setting.pp, setting.num_microbatches)
+        Candidate(outer_of(request, pp, rounds, schedule, chunks), cluster.num_devices // pp, uniform, features)
+        for pp in pipeline_degrees(graph, cluster)
+        for uniform, counts in _divisions(cluster, request, pp, features)
+        for rounds in counts
+        for schedule, chunks in schedules(graph, pp, rounds, features)
     ]
     if not found:
         raise UsageError(_no_candidate(graph, cluster, request))
     return found
 
 
-def schedules(pp: int, num_microbatches: int) -> tuple[ScheduleName, ...]:
-    """The schedules of a pipeline; with fewer microbatches than stages 1F1B would be GPipe."""
+def _divisions(
+    cluster: ClusterProfile, request: Request, pp: int, features: Features
+) -> Iterator[tuple[Degrees | None, Sequence[int]]]:
+    """Degrees that all units share (or None), with the numbers of microbatches that they allow."""
+    num_devices, batch = cluster.num_devices // pp, request.global_batch
+    degrees = tensor_degrees(num_devices, cluster)
+    # What stands around the blocks has no context axis, so its data degree decides whether any choice is left.
+    shares = {num_devices // tp for tp in degrees if batch % (num_devices // tp) == 0}
+    if features.mixed_degrees:
+        yield None, sorted({rounds for dp in shares for rounds in divisors(batch // dp)})
+        return
+    for tp in degrees:
+        if num_devices // tp in shares:
+            for sequence in sequence_modes(tp):
+                yield Degrees(tp, sequence), divisors(batch // (num_devices // tp))
+
+
+def outer_of(
+    request: Request, pp: int, num_microbatches: int, schedule: ScheduleName = "none", virtual_stages: int = 1
+) -> Outer:
+    """The outer choice of the given numbers under `request`."""
+    return Outer(
+        pp=pp,
+        num_microbatches=num_microbatches,
+        global_batch=request.global_batch,
+        precision=request.precision,
+        optimizer=request.optimizer,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+    )
+
+
+def schedules(
+    graph: ModelGraph, pp: int, num_microbatches: int, features: Features = RUNS
+) -> list[tuple[ScheduleName, int]]:
+    """The schedules of a pipeline, each with the model chunks of a rank.
+
+    With fewer microbatches than stages all others would be GPipe. Chunks take equally many blocks, give or take one.
+    """
     if pp == 1:
-        return ("none",)
-    return ("1f1b", "gpipe") if num_microbatches >= pp else ("gpipe",)
+        return [("none", 1)]
+    if num_microbatches < pp:
+        return [("gpipe", 1)]
+    found: list[tuple[ScheduleName, int]] = [("1f1b", 1), ("gpipe", 1)]
+    if features.interleaved:
+        found += [("interleaved", chunks) for chunks in virtual_degrees(graph, pp)]
+    if features.zero_bubble:
+        found.append(("zb-h1", 1))
+    if features.zero_bubble and 2 * pp <= len(graph.units):
+        found.append(("zbv", 2))
+    return found
+
+
+def virtual_degrees(graph: ModelGraph, pp: int) -> list[int]:
+    """Chunks that a rank of an interleaved pipeline can have: divisors of its blocks, 2 or more."""
+    blocks = -(-max(graph.counts.values()) // pp)
+    return [chunks for chunks in divisors(blocks) if chunks > 1 and pp * chunks <= len(graph.units)]
+
+
+def pipeline_degrees(graph: ModelGraph, cluster: ClusterProfile) -> list[int]:
+    """Divisors of the devices; only 1 for a model that cannot be cut."""
+    most = 1 if graph.no_pipeline else len(graph.units)
+    return [pp for pp in divisors(cluster.num_devices) if pp <= most]
+
+
+def describe(candidate: Candidate) -> str:
+    """A candidate in a few words."""
+    outer, uniform = candidate.outer, candidate.uniform
+    chunks = f" x{outer.virtual_stages}" if outer.virtual_stages > 1 else ""
+    pipeline = [f"pp{outer.pp} {outer.schedule}{chunks}"] if outer.pp > 1 else []
+    if uniform is None:
+        return " ".join([*pipeline, f"{outer.num_microbatches} microbatches"])
+    dp = candidate.num_devices // uniform.num_ranks
+    parts = [f"tp{uniform.tp}" + ("+seq" if uniform.sequence == "megatron" else "")] if uniform.tp > 1 else []
+    parts += [*pipeline, *([f"dp{dp}"] if dp > 1 else [])]
+    return " ".join([*parts, f"microbatch {outer.microbatch(dp)}"])
+
+
+def setting_for(
+    request: Request, *, tp: int, sequence: SequenceMode, dp: int, pp: int, num_microbatches: int
+) -> Setting:
+    """What all units share where another software trains with the given degrees."""
+    return Setting(
+        tp=tp,
+        sequence=sequence,
+        dp=dp,
+        pp=pp,
+        num_microbatches=num_microbatches,
+        microbatch=request.global_batch // (dp * num_microbatches),
+        precision=request.precision,
+        optimizer=request.optimizer,
+    )
+
+
+def _no_candidate(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> str:
+    groups = {
+        cluster.num_devices // (pp * tp)
+        for pp in pipeline_degrees(graph, cluster)
+        for tp in tensor_degrees(cluster.num_devices // pp, cluster)
+    }
+    least = min(groups)
+    return (
+        f"global batch {request.global_batch} cannot be shared out on {cluster.num_devices} devices: it must be a "
+        f"multiple of the number of data-parallel groups, which can be {listed(groups)} here. "
+        f"A multiple of {least} would work, such as {max(1, round(request.global_batch / least)) * least}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------- a unit's choices
+
+
+def is_block(graph: ModelGraph, unit_class: str) -> bool:
+    """Whether units of the class are repeated blocks, not what stands around them."""
+    name = next(unit.name for unit in graph.units if unit.unit_class == unit_class)
+    return name not in ("embedding", "head") and " " not in name
 
 
 def sequence_modes(tp: int) -> tuple[SequenceMode, ...]:
-    """The sequence modes for a tensor degree."""
+    """The sequence modes for a tensor degree alone."""
     return ("none",) if tp == 1 else ("megatron", "none")
 
 
-def zero_levels(dp: int) -> tuple[int, ...]:
-    """The ZeRO levels for a data-parallel degree; with one group there is nothing to shard over."""
-    return (0,) if dp == 1 else (0, 1, 2, 3)
+def zero_levels(num_ranks: int) -> tuple[int, ...]:
+    """The ZeRO levels for so many ranks that share parameters; with one there is nothing to shard over."""
+    return (0,) if num_ranks == 1 else (0, 1, 2, 3)
 
 
 def recompute_levels(graph: ModelGraph, unit_class: str) -> tuple[Recompute, ...]:
@@ -111,48 +275,149 @@ def tensor_degrees(stage_devices: int, cluster: ClusterProfile) -> list[int]:
     return [tp for tp in divisors(stage_devices) if cluster.devices_per_node % tp == 0]
 
 
-def _settings(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> Iterator[Setting]:
-    for pp in _pipeline_degrees(graph, cluster):
-        for tp in tensor_degrees(cluster.num_devices // pp, cluster):
-            dp = cluster.num_devices // (pp * tp)
-            if request.global_batch % dp:
-                continue
-            for rounds in divisors(request.global_batch // dp):
-                for sequence in sequence_modes(tp):
-                    yield setting_for(request, tp=tp, sequence=sequence, dp=dp, pp=pp, num_microbatches=rounds)
+def degrees_of(
+    graph: ModelGraph, unit_class: str, num_devices: int, cluster: ClusterProfile, features: Features
+) -> Iterator[Degrees]:
+    """How the computation of a unit can be divided on `num_devices`, whether or not the model has placements for it."""
+    block = is_block(graph, unit_class)
+    for tp in tensor_degrees(num_devices, cluster):
+        for sequence in sequence_modes(tp) if block else ("none",):
+            yield from _with_experts(graph, Degrees(tp, sequence), unit_class, num_devices, features)
+        modes = [mode for mode, is_on in (("ulysses", features.ulysses), ("ring", features.ring)) if is_on and block]
+        for cp, mode in product(divisors(num_devices // tp)[1:], modes):
+            yield from _with_experts(graph, Degrees(tp, mode, cp), unit_class, num_devices, features)  # type: ignore[arg-type]
 
 
-def setting_for(
-    request: Request, *, tp: int, sequence: SequenceMode, dp: int, pp: int, num_microbatches: int
-) -> Setting:
-    """The setting of the given degrees under `request`."""
-    return Setting(
-        tp=tp,
-        sequence=sequence,
-        dp=dp,
-        pp=pp,
-        num_microbatches=num_microbatches,
-        microbatch=request.global_batch // (dp * num_microbatches),
-        precision=request.precision,
-        optimizer=request.optimizer,
+def _with_experts(
+    graph: ModelGraph, degrees: Degrees, unit_class: str, num_devices: int, features: Features
+) -> Iterator[Degrees]:
+    """`degrees` with every expert degree that divides the data ranks and the experts."""
+    # The runtime shares experts out over data ranks, which a context axis would lie between.
+    experts = graph.classes[unit_class].experts if features.experts and degrees.cp == 1 else 0
+    for ep in divisors(num_devices // degrees.num_ranks) if experts else (1,):
+        if not experts or experts % ep == 0:
+            yield Degrees(degrees.tp, degrees.sequence, degrees.cp, ep)
+
+
+def sharings(degrees: Degrees, dp: int, features: Features) -> Iterator[Sharing]:
+    """How `dp` data ranks can hold a unit's states. With a context axis they are cut over that, too."""
+    for zero in zero_levels(dp * degrees.cp):
+        for shard in divisors(dp) if zero and features.hybrid else (dp if zero else 1,):
+            sharing = Sharing(shard, dp // shard, zero)
+            cuts = zero == 0 or shard * degrees.cp > 1
+            if cuts and (degrees.ep == 1 or fits_together(degrees, sharing)):
+                yield sharing
+
+
+def offloads(zero: int, *, features: Features, can_keep_less: bool = True) -> list[tuple[Offload, ...]]:
+    """What a unit of that ZeRO level can offload: parameters only where they are gathered for the moment."""
+    if not features.offload:
+        return [()]
+    return [
+        what
+        for what in OFFLOADS
+        if ("parameters" not in what or zero == 3) and ("activations" not in what or can_keep_less)
+    ]
+
+
+def rows(shared: FactsPricer, candidate: Candidate, unit_class: str) -> list[Row]:
+    """Every strategy of a unit class in a candidate, but for what is recomputed."""
+    graph, outer, features = shared.graph, candidate.outer, candidate.features
+    block = is_block(shared.graph, unit_class)
+    found = []
+    for degrees in _degrees_in(shared, candidate, unit_class):
+        dp = candidate.num_devices // degrees.num_ranks
+        if outer.microbatch(dp) is None or shared.exclusion(unit_class, degrees) is not None:
+            continue
+        for sharing in sharings(degrees, dp, features):
+            found += [
+                Row(degrees, sharing, what)
+                for what in offloads(sharing.zero, features=features, can_keep_less=block and len(graph.units) > 1)
+            ]
+    return found
+
+
+def _degrees_in(shared: FactsPricer, candidate: Candidate, unit_class: str) -> Iterator[Degrees]:
+    graph, features, num_devices = shared.graph, candidate.features, candidate.num_devices
+    if candidate.uniform is None:
+        return degrees_of(graph, unit_class, num_devices, shared.cluster, features)
+    return _with_experts(graph, candidate.uniform, unit_class, num_devices, features)
+
+
+# ----------------------------------------------------------------------------------------------- what is left out
+
+
+def exclusion(shared: FactsPricer, degrees: Degrees) -> str | None:
+    """Why not all units of the model can share these degrees; None where they can."""
+    for name in shared.graph.classes:
+        reason = shared.exclusion(name, degrees)
+        if reason is not None:
+            return reason
+    return skip(shared.graph) if degrees.sequence == "megatron" else None
+
+
+def skip(graph: ModelGraph) -> str | None:
+    """Why neighbours must lay their activations alike: one goes past its neighbour, where it must be whole."""
+    for edge in graph.edges:
+        far = [consumer for consumer in edge.consumers if consumer > edge.producer + 1]
+        if far:
+            names = graph.units[edge.producer].name, graph.units[far[0]].name
+            return f"sequence sharding: {names[0]} also feeds {names[1]}, past its neighbour"
+    return None
+
+
+def exclusions(shared: FactsPricer, request: Request, features: Features = RUNS) -> list[tuple[str, str]]:
+    """(strategies, why they are not searched) for every family of strategies that is left out."""
+    return [
+        *_switched_off(features),
+        *_unknown_placements(shared, features),
+        *_not_dividing(shared, request),
+    ]
+
+
+def _switched_off(features: Features) -> Iterator[tuple[str, str]]:
+    families = (
+        ("mixed_degrees", "units of different tp, cp or dp in one plan"),
+        ("ulysses", "sequence=ulysses"),
+        ("ring", "sequence=ring"),
+        ("hybrid", "zero>=1 with dp_replicate>1"),
+        ("experts", "ep>1"),
+        ("offload", "offload"),
+        ("interleaved", "schedule=interleaved"),
+        ("zero_bubble", "schedule=zb-h1, zbv"),
     )
+    for name, pattern in families:
+        if not getattr(features, name):
+            yield pattern, "galv's runtime does not run it"
 
 
-def _pipeline_degrees(graph: ModelGraph, cluster: ClusterProfile) -> list[int]:
-    """Divisors of the devices; only 1 for a model that cannot be cut."""
-    most = 1 if graph.no_pipeline else len(graph.units)
-    return [pp for pp in divisors(cluster.num_devices) if pp <= most]
+def _unknown_placements(shared: FactsPricer, features: Features) -> Iterator[tuple[str, str]]:
+    """Degrees that some unit class has no placements for, on the devices of the whole cluster."""
+    graph, cluster = shared.graph, shared.cluster
+    if graph.no_pipeline:
+        yield "pp>1", graph.no_pipeline
+    for name in graph.classes:
+        for degrees in degrees_of(graph, name, cluster.num_devices, cluster, features):
+            reason = shared.exclusion(name, degrees)
+            if reason is not None:
+                yield f"{name}: {pattern_of(degrees)}", reason
+    passing = skip(graph)
+    if passing is not None:
+        yield "sequence=megatron, and units of different layouts side by side", passing
 
 
-def _no_candidate(graph: ModelGraph, cluster: ClusterProfile, request: Request) -> str:
-    groups = {
-        cluster.num_devices // (pp * tp)
-        for pp in _pipeline_degrees(graph, cluster)
-        for tp in tensor_degrees(cluster.num_devices // pp, cluster)
-    }
-    least = min(groups)
-    return (
-        f"global batch {request.global_batch} cannot be shared out on {cluster.num_devices} devices: it must be a "
-        f"multiple of the number of data-parallel groups, which can be {listed(groups)} here. "
-        f"A multiple of {least} would work, such as {max(1, round(request.global_batch / least)) * least}"
-    )
+def pattern_of(degrees: Degrees) -> str:
+    """Degrees in the words of a strategy."""
+    parts = [f"{name}={value}" for name, value in (("tp", degrees.tp), ("cp", degrees.cp), ("ep", degrees.ep))]
+    parts = [part for part in parts if not part.endswith("=1")]
+    return " ".join([*parts, f"sequence={degrees.sequence}"] if degrees.sequence != "none" else parts) or "tp=1"
+
+
+def _not_dividing(shared: FactsPricer, request: Request) -> Iterator[tuple[str, str]]:
+    cluster = shared.cluster
+    node = cluster.devices_per_node
+    if cluster.num_nodes > 1:
+        yield f"tp>{node}", f"a tensor group of more than {node} devices leaves the node"
+    for dp in divisors(cluster.num_devices):
+        if request.global_batch % dp:
+            yield f"dp={dp}", f"the global batch {request.global_batch} is not a multiple of {dp}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from galv.cost_models.memory import usable_bytes
-from galv.cost_models.unit import FactsPricer, UnitCost, UnitPricer
-from galv.planner.graph import ModelGraph
+from galv.cost_models.strategies import ClassCosts, Row, class_costs
+from galv.cost_models.unit import Degrees, FactsPricer, UnitCost
+from galv.planner.borders import border_of, border_seconds, send_seconds, transitions
 from galv.planner.plan import Recompute, Strategy
 from galv.planner.search.table import CostTable, Option
-from galv.planner.space import Candidate, recompute_levels, zero_levels
+from galv.planner.space import Candidate, recompute_levels, rows
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,21 @@ class PricedTable:
 
     candidate: Candidate
     table: CostTable
-    costs: Mapping[tuple[str, Strategy], UnitCost]
-    pricer: UnitPricer
+    costs: Mapping[str, ClassCosts]
+    pricer: FactsPricer
+
+    def cost(self, unit_class: str, strategy: Strategy) -> UnitCost:
+        """The cost behind the option of `unit_class` with that strategy."""
+        return self.costs[unit_class].cost(*self._places[unit_class, strategy])
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, Strategy], tuple[int, int]]:
+        return {
+            (name, costs.strategy(i, j)): (i, j)
+            for name, costs in self.costs.items()
+            for i in range(len(costs.rows))
+            for j in range(len(costs.recomputes))
+        }
 
 
 def priced_tables(
@@ -37,99 +55,219 @@ def priced_tables(
     budget_bytes: int,
     limits: Limits = Limits(),  # frozen
 ) -> Iterator[PricedTable]:
-    """The tables of `candidate`: one, or one for each ZeRO level of tied units, which must agree on it.
+    """The tables of `candidate`: one, or one for each way that tied units can share their tensor; none where some unit
+    class has no strategy.
 
-    Where DistributedDataParallel could run the plan there is a table for that before.
-
-    Tied units share one tensor. On one stage it has one owner; on two, each stage holds a copy and they exchange
-    gradients shard by shard, so both must be sharded alike.
+    Where DistributedDataParallel could run the plan there is a table for that before. Tied units share one tensor. On
+    one stage it has one owner; on two, each stage holds a copy and they exchange gradients shard by shard, so both must
+    be cut alike.
     """
-    pricer = UnitPricer(shared, candidate.setting)
-    levels = [z for z in zero_levels(candidate.setting.dp) if limits.zero in (None, z)] or [0]
-    tied = _tied_classes(shared.graph)
-    if 0 in levels and candidate.setting.is_ddp_possible:
-        yield _table(pricer, candidate, budget_bytes, _Levels({}, [0], limits.recompute, ddp=True))
-    for level in levels if tied else (None,):
-        own = {} if level is None else {name: [level] for name in tied}
-        yield _table(pricer, candidate, budget_bytes, _Levels(own, levels, limits.recompute))
+    outer = candidate.outer
+    for choices in _choices(shared, candidate, limits):
+        options = choices.options
+        if outer.pp > 1 and _last_runs_alone(shared, candidate):
+            last = shared.graph.units[-1].unit_class
+            options = {**options, last: tuple(map(_held_while_it_runs, options[last]))}
+        table = CostTable(
+            chain=tuple(unit.unit_class for unit in shared.graph.units),
+            options=options,
+            num_stages=outer.pp,
+            num_microbatches=outer.num_microbatches,
+            schedule=outer.schedule,
+            transfer_seconds=choices.send_seconds,
+            usable_bytes=usable_bytes(budget_bytes, shared.cluster.device),
+            virtual_stages=outer.virtual_stages,
+            transitions=choices.transitions,
+        )
+        yield PricedTable(candidate, table, choices.costs, shared)
+
+
+def _last_runs_alone(shared: FactsPricer, candidate: Candidate) -> bool:
+    """Whether the model's last unit runs its backward right after its forward, whatever the cut: then what it keeps is
+    never there beside the working bytes of another unit."""
+    outer, graph = candidate.outer, shared.graph
+    alone = graph.counts[graph.units[-1].unit_class] == 1 and len(graph.units) > 1
+    in_turn = outer.schedule == "none" or (outer.schedule == "1f1b" and outer.num_microbatches >= outer.pp)
+    return alone and in_turn
+
+
+def _held_while_it_runs(option: Option) -> Option:
+    return replace(option, activation_bytes=0.0, working_bytes=option.working_bytes + option.activation_bytes)
+
+
+# ----------------------------------------------------------------------------------------------- choices
 
 
 @dataclass(frozen=True)
-class _Levels:
-    """What the units of one table may choose from."""
+class _Choices:
+    """What a table of a candidate has whatever its schedule."""
 
-    own: Mapping[str, list[int]]
-    """ZeRO levels of classes that are limited to some."""
-    zero: list[int]
-    """ZeRO levels of the others."""
-    recompute: Recompute | None
-    ddp: bool = False
+    costs: Mapping[str, ClassCosts]
+    options: Mapping[str, tuple[Option, ...]]
+    send_seconds: float
+    transitions: Mapping[tuple[int, int], tuple[float, float]]
 
 
-def _tied_classes(graph: ModelGraph) -> frozenset[str]:
-    return frozenset(graph.units[i].unit_class for group in graph.tied_units for i in group)
+_KNOWN: WeakKeyDictionary[FactsPricer, dict[tuple[Candidate, Limits], tuple[_Choices, ...]]] = WeakKeyDictionary()
 
 
-def _table(pricer: UnitPricer, candidate: Candidate, budget_bytes: int, levels: _Levels) -> PricedTable:
-    graph, setting = pricer.graph, candidate.setting
-    costs = {(name, cost.strategy): cost for name in graph.classes for cost in _costs(pricer, name, levels)}
-    options = {
-        name: tuple(_undominated([_option(c) for (owner, _), c in costs.items() if owner == name]))
-        for name in graph.classes
-    }
-    table = CostTable(
-        chain=tuple(unit.unit_class for unit in graph.units),
+def _choices(shared: FactsPricer, candidate: Candidate, limits: Limits) -> tuple[_Choices, ...]:
+    """The choices behind the tables of `candidate`, found once for all schedules."""
+    known = _KNOWN.setdefault(shared, {})
+    plain = replace(candidate, outer=replace(candidate.outer, schedule="none", virtual_stages=1))
+    if (plain, limits) not in known:
+        known[plain, limits] = tuple(_found(shared, plain, limits))
+    return known[plain, limits]
+
+
+def _found(shared: FactsPricer, candidate: Candidate, limits: Limits) -> Iterator[_Choices]:
+    all_rows = {name: _limited(rows(shared, candidate, name), limits.zero) for name in shared.graph.classes}
+    for keep, ddp in _variants(shared, candidate, all_rows):
+        chosen = {name: [row for row in found if keep(name, row)] for name, found in all_rows.items()}
+        if all(chosen.values()):
+            yield _priced(shared, candidate, chosen, limits, ddp)
+
+
+def _limited(found: Sequence[Row], zero: int | None) -> list[Row]:
+    """The rows of that ZeRO level; those of level 0 where there is nothing to share."""
+    return [
+        row
+        for row in found
+        if zero is None or row.sharing.zero == zero or (row.sharing.zero == 0 and row.sharing.dp * row.degrees.cp == 1)
+    ]
+
+
+Keep = Callable[[str, Row], bool]
+
+
+def _variants(
+    shared: FactsPricer, candidate: Candidate, all_rows: Mapping[str, Sequence[Row]]
+) -> Iterator[tuple[Keep, bool]]:
+    """(which rows of which class to keep, whether DistributedDataParallel runs the plan) for each table."""
+    if _may_be_ddp(candidate):
+        yield lambda _, row: row.degrees == Degrees() and row.sharing.zero == 0 and not row.offload, True
+    tied = shared.tied_classes
+    if not tied:
+        yield lambda _, row: True, False
+    for way in dict.fromkeys(_way(row) for name in sorted(tied) for row in all_rows[name]):
+        yield _keeps(tied, way), False
+
+
+def _keeps(tied: frozenset[str], way: tuple[int, int, int, bool]) -> Keep:
+    return lambda name, row: name not in tied or _way(row) == way
+
+
+def _way(row: Row) -> tuple[int, int, int, bool]:
+    """How a unit cuts what it may share with others, and where that lies."""
+    return row.degrees.tp, row.sharing.dp_shard, row.sharing.zero, "parameters" in row.offload
+
+
+def _may_be_ddp(candidate: Candidate) -> bool:
+    """Whether DistributedDataParallel runs the plan, were every unit at ZeRO 0 without a tensor axis."""
+    whole = candidate.uniform is None or candidate.uniform.num_ranks == 1
+    return whole and candidate.outer.pp == 1 and candidate.outer.precision == "fp32" and candidate.num_devices > 1
+
+
+def _priced(
+    shared: FactsPricer, candidate: Candidate, chosen: Mapping[str, Sequence[Row]], limits: Limits, ddp: bool
+) -> _Choices:
+    borders = {name: [border_of(shared, name, row.degrees) for row in found] for name, found in chosen.items()}
+    costs = {name: _costs(shared, candidate, name, found, limits, ddp) for name, found in chosen.items()}
+    ids = {border: i for i, border in enumerate(dict.fromkeys(b for found in borders.values() for b in found))}
+    if candidate.uniform is not None:
+        ids = dict.fromkeys(ids, 0)
+    options, largest = {}, 0.0
+    for name, priced in costs.items():
+        layouts = [ids[border] for border in borders[name]]
+        places = _best(shared, candidate, name, priced, layouts)
+        options[name] = tuple(_options(priced, places, layouts))
+        largest = max(largest, *(priced.priced[i].facts.output_bytes for i, _ in places))
+    return _Choices(
+        costs=costs,
         options=options,
-        num_stages=setting.pp,
-        num_microbatches=setting.num_microbatches,
-        schedule=candidate.schedule,
-        transfer_seconds=pricer.transfer_seconds(),
-        usable_bytes=usable_bytes(budget_bytes, pricer.cluster.device),
+        send_seconds=send_seconds(shared, candidate, largest),
+        transitions=transitions(shared, candidate, ids) if candidate.uniform is None else {},
     )
-    return PricedTable(candidate, table, costs, pricer)
 
 
-def _costs(pricer: UnitPricer, unit_class: str, levels: _Levels) -> Iterator[UnitCost]:
-    graph = pricer.graph
+def _costs(
+    shared: FactsPricer, candidate: Candidate, unit_class: str, found: Sequence[Row], limits: Limits, ddp: bool
+) -> ClassCosts:
+    graph, outer = shared.graph, candidate.outer
     possible = recompute_levels(graph, unit_class)
-    wanted = [r for r in possible if levels.recompute in (None, r)] or ["none"]
-    copy = pricer.setting.pp == 1 and unit_class in _tied_classes(graph) and graph.units[0].unit_class != unit_class
-    for zero in levels.own.get(unit_class, levels.zero):
-        for level in wanted:
-            yield pricer.price(unit_class, zero, level, tied_copy=copy, ddp=levels.ddp)
+    wanted = tuple(level for level in possible if limits.recompute in (None, level)) or ("none",)
+    copy = outer.pp == 1 and unit_class in shared.tied_classes and graph.units[0].unit_class != unit_class
+    costs = class_costs(shared, unit_class, outer, found, wanted, tied_copy=copy, ddp=ddp)
+    if candidate.uniform is None:
+        return costs
+    # Alike for all of its options: what stands around the blocks pays for both of its borders.
+    degrees = dict.fromkeys(graph.classes, candidate.uniform)
+    return costs.with_exposed(*border_seconds(shared, outer, candidate.num_devices, unit_class, degrees))
 
 
-def _option(cost: UnitCost) -> Option:
-    return Option(
-        strategy=cost.strategy,
-        forward_seconds=cost.forward_compute_seconds + cost.forward_exposed_seconds,
-        backward_seconds=cost.backward_compute_seconds + cost.backward_exposed_seconds,
-        step_seconds=cost.step_exposed_seconds + cost.optimizer_seconds,
-        state_bytes=cost.states.total_bytes,
-        activation_bytes=cost.activation_bytes,
-        working_bytes=cost.working_bytes,
-    )
+# ----------------------------------------------------------------------------------------------- options
 
 
-def _undominated(options: list[Option]) -> Iterator[Option]:
-    """The options that no other beats or equals in every number; of equals the first."""
-    numbers = [_numbers(option) for option in options]
-    for i, mine in enumerate(numbers):
-        beaten = any(
-            all(x <= y for x, y in zip(other, mine, strict=True)) and (other != mine or j < i)
-            for j, other in enumerate(numbers)
-            if j != i
+def _options(costs: ClassCosts, places: Sequence[tuple[int, int]], layouts: Sequence[int]) -> Iterator[Option]:
+    """The options at `places`, each of the layout of its row."""
+    taken = tuple(np.array(places).T)
+    columns = {name: values[taken].tolist() for name, values in costs.figures.items()}
+    names, rows_of_figures = list(columns), zip(*columns.values(), strict=True)
+    for (i, j), figures in zip(places, rows_of_figures, strict=True):
+        at = dict(zip(names, figures, strict=True))
+        yield Option(
+            strategy=costs.strategy(i, j),
+            forward_seconds=at["forward_compute"] + at["forward_exposed"],
+            backward_seconds=at["backward_compute"] + at["backward_exposed"],
+            step_seconds=at["step_exposed"] + at["update"],
+            state_bytes=at["state_bytes"],
+            activation_bytes=at["activation_bytes"],
+            working_bytes=at["working_bytes"],
+            layout=layouts[i],
+            weight_seconds=at["weight"],
         )
-        if not beaten:
-            yield options[i]
 
 
-def _numbers(option: Option) -> tuple[float, ...]:
-    return (
-        option.forward_seconds,
-        option.backward_seconds,
-        option.step_seconds,
-        option.state_bytes,
-        option.activation_bytes,
-        option.working_bytes,
+def _best(
+    shared: FactsPricer, candidate: Candidate, unit_class: str, costs: ClassCosts, layouts: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(row, recompute) of the strategies that no other of the same layout beats or equals in every number."""
+    numbers = _numbers(shared, candidate, unit_class, costs)
+    by_layout = np.repeat(np.array(layouts), len(costs.recomputes))
+    found = []
+    for layout in dict.fromkeys(layouts):
+        places = np.flatnonzero(by_layout == layout)
+        found += places[undominated(numbers[places])].tolist()
+    return [divmod(place, len(costs.recomputes)) for place in sorted(found)]
+
+
+def _numbers(shared: FactsPricer, candidate: Candidate, unit_class: str, costs: ClassCosts) -> np.ndarray:
+    """(strategies, numbers), of which fewer are better; on a single stage their sums are all that counts."""
+    at, rounds = costs.figures, candidate.outer.num_microbatches
+    forward = at["forward_compute"] + at["forward_exposed"]
+    backward = at["backward_compute"] + at["backward_exposed"]
+    step, states, kept, working = (
+        at["step_exposed"] + at["update"],
+        at["state_bytes"],
+        at["activation_bytes"],
+        at["working_bytes"],
     )
+    if candidate.outer.pp > 1:
+        columns = [forward, backward, step, states, kept, working]
+        # What can run later is worth something to schedules that split backward.
+        columns += [-at["weight"]] if candidate.features.zero_bubble else []
+    else:
+        last = unit_class == shared.graph.units[-1].unit_class and _last_runs_alone(shared, candidate)
+        held = [states, kept + working] if last else [states + kept, working]
+        columns = [rounds * (forward + backward) + step, *held]
+    return np.stack([column.ravel() for column in columns], axis=1)
+
+
+def undominated(numbers: np.ndarray) -> np.ndarray:
+    """The rows of `numbers` that no other row undercuts or equals in every column; of equal rows the first."""
+    no_more = np.ones((len(numbers), len(numbers)), dtype=bool)
+    for column in numbers.T:
+        no_more &= column[:, None] <= column[None, :]
+    equal = no_more & no_more.T
+    beats = (no_more & ~equal) | np.triu(equal, 1)
+    return np.flatnonzero(~beats.any(axis=0))

@@ -81,13 +81,23 @@ def _depth(group: tuple[Unit, ...]) -> int:
 
 def uses_ddp(plan: Plan) -> bool:
     """Whether DistributedDataParallel runs this plan."""
-    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units())
+    strategies = [unit.strategy for unit in plan.units()]
+    plain = all(own.zero == 0 and own.tp == own.cp == own.ep == 1 for own in strategies)
     return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
 
 
-def uses_fsdp(plan: Plan) -> bool:
-    """Whether `fully_shard` runs this plan; where neither it nor DDP does, there is nothing to reduce or cast."""
-    return not uses_ddp(plan) and (plan.data_parallel_degree > 1 or plan.training.precision != "fp32")
+def uses_fsdp(plan: Plan, unit: Unit) -> bool:
+    """Whether `fully_shard` runs `unit`; where neither it nor DDP does, there is nothing to reduce or cast."""
+    return not uses_ddp(plan) and (unit.strategy.dp * unit.strategy.cp > 1 or plan.training.precision != "fp32")
+
+
+def uses_traced_forward(plan: Plan) -> bool:
+    """Whether the forward that runs is the traced one, not the model's own.
+
+    So with a pipeline, which cuts it into stages, and where units have different data-parallel degrees: what lies
+    between their modules is then computed for other samples, too.
+    """
+    return plan.pipeline.degree > 1 or len(plan.data_degrees) > 1
 
 
 def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:
@@ -119,14 +129,31 @@ class GradientSync:
         """Takes charge of a replicated model."""
         self._replicas = replicas
 
-    def prepare(self, *, last: bool) -> None:
+    def prepare(self, *, last: bool, whole: bool = True) -> None:
         """Sets what the next forward and backward do; `last` when no other microbatch follows in this step.
 
-        With a pipeline, whose forwards run ahead, before each backward.
+        With a pipeline, whose forwards run ahead, before each backward. `whole` is False where that is the first part
+        of a split backward: nothing is reduced then.
         """
         if self._replicas is not None:
             self._replicas.reduces = last
         for group, zero in self._groups:
-            group.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+            group.set_requires_gradient_sync(whole and (last or zero >= 2), recurse=False)
             group.set_requires_all_reduce(last, recurse=False)
             group.set_reshard_after_backward(last or zero == 3, recurse=False)
+
+    def finish(self, stage: nn.Module, *, last: bool) -> None:
+        """Has the units of `stage` do with gradients that came after a split backward what they do after a whole one.
+
+        Twice, as FSDP2 reduces a unit's gradients together and those of the two parts may have come in two dtypes: at
+        first they are accumulated, in one.
+        """
+        if isinstance(stage, FSDPModule):
+            _end_backward(stage)
+            self.prepare(last=last)
+            _end_backward(stage)
+
+
+def _end_backward(root: FSDPModule) -> None:
+    """What FSDP2 does at the end of a backward; torch's pipeline schedules call the same, for want of a public way."""
+    root._get_fsdp_state()._root_post_backward_final_callback()

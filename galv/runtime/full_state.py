@@ -17,27 +17,28 @@ from galv.runtime.recompute import original_name
 from galv.runtime.tensor_parallel import REPLICATED, joined
 
 
-def full_state(
-    model: nn.Module, layouts: Mapping[str, Layout], stages: dist.ProcessGroup, *, keep: bool
-) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer of the whole model, full and on the CPU; empty when not `keep`.
+def full_tensors(
+    model: nn.Module, layouts: Mapping[str, Layout], stages: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer of the whole model by name, full, one at a time, alike on every rank.
 
     `model` is this rank's stage, `layouts` says by original name how its parameters are cut along the tensor axis
-    where they are, and `stages` is the group of this rank's peers on all stages. Every rank must call it.
+    where they are, and `stages` is the group of this rank's peers on all stages. Every rank must go through it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    own = {original_name(name): tensor for name, tensor in _persistent(model)}
-    state: dict[str, Tensor] = {}
+    own = own_state(model)
     for stage in range(dist.get_world_size(stages)):
         mine = stage == dist.get_rank(stages)
         for name, shape, dtype in _announced(own, stages, stage):
             full = full_tensor(own[name], layouts.get(name, REPLICATED)) if mine else None
-            full = _from_stage(full, shape, dtype, stages, stage, next(iter(own.values())).device)
-            if keep:
-                state[name] = full.to("cpu", copy=True)
-    return state
+            yield name, _from_stage(full, shape, dtype, stages, stage, next(iter(own.values())).device)
+
+
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of the parameters and persistent buffers of its stage, by original name."""
+    return {original_name(name): tensor for name, tensor in _persistent(model)}
 
 
 def full_tensor(tensor: Tensor, layout: Layout) -> Tensor:
@@ -50,8 +51,14 @@ def full_tensor(tensor: Tensor, layout: Layout) -> Tensor:
     if layout.kind == "S":
         assert layout.dim is not None
         shape[layout.dim] //= mesh["tp"].size()
-    if "dp_shard" in names:  # inside the tensor axis, as fully_shard cut it: possibly into unequal parts
-        local = _gathered(local, mesh["dp_shard"], 0, shape)
+    if "ep" in names:
+        shape[0] //= mesh["ep"].size()
+    if "dp_shard" in names:  # inside the other axes, as fully_shard cut it: possibly into unequal parts
+        placement = tensor.placements[names.index("dp_shard")]
+        local = _gathered(local, mesh["dp_shard"], getattr(placement, "dim", 0), shape)
+    if "ep" in names:
+        shape[0] = tensor.shape[0]
+        local = _gathered(local, mesh["ep"], 0, shape)
     if layout.kind == "S":
         assert layout.dim is not None
         local = joined(_gathered(local, mesh["tp"], layout.dim, list(tensor.shape)), layout, mesh["tp"].size())

@@ -77,7 +77,7 @@ class Targets:
         if self.name is not None and self.name not in batch:
             raise UsageError(f"the batch has no {self.name!r}, which was named as targets; it has {', '.join(batch)}")
         names = TARGET_NAMES if self.name is None else (self.name,)
-        return next((name for name in names if name in batch and _is_integer(batch[name])), None)
+        return next((name for name in names if name in batch and is_integer(batch[name])), None)
 
     def count(self, batch: Mapping[str, Any]) -> Tensor:
         """The number of targets that the model's mean loss over `batch` is taken over, an int64 scalar.
@@ -96,7 +96,7 @@ class Targets:
         counted = self.counted(batch)
         if self.name is not None:
             return []
-        return [name for name, value in batch.items() if name != counted and _is_integer(value)]
+        return [name for name, value in batch.items() if name != counted and is_integer(value)]
 
     def weights(self, microbatches: Sequence[Mapping[str, Any]], group: dist.ProcessGroup, num_groups: int) -> Tensor:
         """`microbatch_weights` of this rank's microbatches.
@@ -122,7 +122,8 @@ class Targets:
             )
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether it is a tensor of integers (or truth values)."""
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 

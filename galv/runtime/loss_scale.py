@@ -21,7 +21,7 @@ class LossScale:
 
     def __init__(self, value: float = 2.0**16) -> None:
         self.value = value
-        self._good_steps = 0
+        self.good_steps = 0
 
     def check_fresh(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises UsageError when there are gradients of an earlier step, which have been scaled down already."""
@@ -40,10 +40,10 @@ class LossScale:
     def settle(self, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
         """Drops the gradients when their global `norm` is not finite, so that an optimizer skips the step."""
         if torch.isfinite(norm):
-            self._good_steps += 1
-            if self._good_steps == GROWTH_INTERVAL:
-                self.value, self._good_steps = self.value * 2, 0
+            self.good_steps += 1
+            if self.good_steps == GROWTH_INTERVAL:
+                self.value, self.good_steps = self.value * 2, 0
             return
-        self.value, self._good_steps = self.value / 2, 0
+        self.value, self.good_steps = self.value / 2, 0
         for parameter in parameters:
             parameter.grad = None

@@ -15,13 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from galv.errors import UsageError
 from galv.planner.plan import Layout, Plan
 from galv.runtime.data_parallel import GradientSync
-from galv.runtime.full_state import full_state
+from galv.runtime.full_state import full_tensors, own_state
 from galv.runtime.gradients import clip_gradients, total_norm
-from galv.runtime.loss import Targets, loss_of, weighted
+from galv.runtime.loss import Targets, is_integer, loss_of, weighted
 from galv.runtime.loss_scale import LossScale
 from galv.runtime.mesh import Meshes
 from galv.runtime.optimizer import OptimizerFactory, build_optimizer
-from galv.runtime.randomness import Randomness
+from galv.runtime.pipeline import StageModule
+from galv.runtime.randomness import Streams
 from galv.runtime.recompute import original_name
 from galv.runtime.schedule import PipelineRunner
 
@@ -41,7 +42,7 @@ class Parts:
     targets: Targets
     called: Callable[..., Any]
     """What a forward calls: the model, or `Replicas` around it."""
-    randomness: Randomness
+    streams: Streams
     loss_scale: LossScale | None
     """Under fp16 only."""
     runner: PipelineRunner | None
@@ -52,6 +53,8 @@ class ParallelModule(nn.Module):
 
     `train_step` does a whole step's forward and backward; without a pipeline the module can also be called like the
     model it was made of, on this rank's samples, with gradients averaged over the data-parallel groups in backward.
+    Where units have different data-parallel degrees, such a call takes its inputs by name and returns only the loss,
+    of the samples that the last unit has on this rank.
     """
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
@@ -68,11 +71,23 @@ class ParallelModule(nn.Module):
             raise UsageError(
                 f"a pipeline of {self.plan.pipeline.degree} stages has no forward of its own; call train_step(batch)"
             )
-        with self._parts.randomness.active():
+        if isinstance(self.model, StageModule):
+            kwargs = self._inputs_of(self.model, args, kwargs)
+            args = ()
+        with self._parts.streams.main.active():
             output = self._parts.called(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._free_gathered()
         return output
+
+    def _inputs_of(self, stage: StageModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        missing = [name for name in stage.input_names if name not in kwargs]
+        if args or missing:
+            raise UsageError(
+                f"under this plan the model is called with {', '.join(stage.input_names)} by name"
+                + (f"; {missing[0]} is missing" if missing else "")
+            )
+        return {name: kwargs[name] for name in stage.input_names}
 
     def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean loss over the global batch, a float32 scalar alike on every rank; gradients are accumulated.
@@ -90,11 +105,29 @@ class ParallelModule(nn.Module):
         """
         batch = self._on_device(batch)
         microbatches = self._microbatches(batch)
-        meshes = self._parts.meshes
-        weights = self._parts.targets.weights(microbatches, meshes.data_group, meshes.data_degree)
+        degree, group = self._loss_degree, self._parts.meshes.data_group(self._loss_degree)
+        weights = self._parts.targets.weights(self._of_loss(microbatches), group, degree)
         loss = self._scaled_step(batch, microbatches, weights)
-        dist.all_reduce(loss, group=meshes.data_group)
-        return loss.detach() / meshes.data_degree
+        dist.all_reduce(loss, group=group)
+        return loss.detach() / degree
+
+    @property
+    def _loss_degree(self) -> int:
+        """The data-parallel degree of the unit that gives the loss."""
+        return self.plan.stages[-1].units[-1].strategy.dp
+
+    def _of_loss(self, microbatches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The microbatches with the integer inputs, among them the targets, of the samples whose loss this rank has."""
+        source, target = self.plan.data_parallel_degree, self._loss_degree
+        if source == target:
+            return microbatches
+        move, dims = self._parts.meshes.move(source, target), self._batch_dims()
+
+        def moved(name: str, value: Any) -> Any:
+            dim = dims.get(name, 0)
+            return move(value, dim) if dim is not None and is_integer(value) else value
+
+        return [{name: moved(name, value) for name, value in microbatch.items()} for microbatch in microbatches]
 
     def _scaled_step(self, batch: dict[str, Any], microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
         """`_step`, with half-precision gradients kept in range."""
@@ -111,7 +144,7 @@ class ParallelModule(nn.Module):
         """The sum of this rank's weighted losses, after forward and backward of every microbatch."""
         if self._parts.runner is None:
             return self._accumulate(microbatches, weights)
-        with self._parts.randomness.active():
+        with self._parts.streams.main.active():
             return self._parts.runner.step(batch, weights)
 
     def _accumulate(self, microbatches: list[dict[str, Any]], weights: Tensor) -> Tensor:
@@ -144,7 +177,8 @@ class ParallelModule(nn.Module):
         Raises UsageError when the global batch is not of the plan's size.
         """
         self._check_size(global_batch, self.plan.training.global_batch, "the global batch")
-        rank, degree = self._parts.meshes.data_rank, self._parts.meshes.data_degree
+        degree = self.plan.data_parallel_degree
+        rank = self._parts.meshes.data_rank(degree)
         return self._on_device({name: self._part(name, t, degree)[rank] for name, t in global_batch.items()})
 
     def _microbatches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -167,7 +201,7 @@ class ParallelModule(nn.Module):
             if isinstance(value, Tensor) and dim is not None and value.shape[dim] != expected:
                 raise UsageError(
                     f"{what} has {value.shape[dim]} samples of {name!r}, but the plan needs {expected} "
-                    f"(global batch {self.plan.training.global_batch}, {self._parts.meshes.data_degree} data-parallel "
+                    f"(global batch {self.plan.training.global_batch}, {self.plan.data_parallel_degree} data-parallel "
                     f"groups); plan again with another global batch to train with more or fewer"
                 )
 
@@ -197,7 +231,7 @@ class ParallelModule(nn.Module):
 
     def _gradient_norm(self) -> Tensor:
         copies = [p for name, p in self.model.named_parameters() if original_name(name) in self._parts.copies]
-        stages = self._parts.meshes.base.get_group("pp") if self.plan.pipeline.degree > 1 else None
+        stages = self._parts.meshes.pipeline_group if self.plan.pipeline.degree > 1 else None
         return total_norm(self.parameters(), copies=copies, stages=stages, device=self.device)
 
     # -- weights
@@ -208,7 +242,44 @@ class ParallelModule(nn.Module):
         Gathered one at a time, and kept on rank 0 only unless `all_ranks`; the others return an empty dict.
         """
         keep = all_ranks or dist.get_rank() == 0
-        return full_state(self.model, self._parts.layouts, self._parts.meshes.base.get_group("pp"), keep=keep)
+        return {name: full.to("cpu", copy=True) for name, full in self.full_tensors() if keep}
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `full_state_dict` gives, one tensor at a time, on this rank's device. Every rank must go through it."""
+        return full_tensors(self.model, self._parts.layouts, self._parts.meshes.pipeline_group)
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model itself compares a position with the label that comes next."""
+        return self._parts.targets.shifted
+
+    # -- what a checkpoint holds
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters and persistent buffers, by original name; nothing is gathered."""
+        self._free_gathered()
+        return own_state(self.model)
+
+    @property
+    def random_states(self) -> tuple[Tensor, ...]:
+        """What the model's next random numbers on this rank follow from."""
+        return self._parts.streams.states
+
+    @random_states.setter
+    def random_states(self, states: tuple[Tensor, ...]) -> None:
+        self._parts.streams.states = states
+
+    @property
+    def loss_scale_state(self) -> tuple[float, int]:
+        """The loss scale of fp16 and how many good steps it has lasted; (1, 0) at other precisions."""
+        scale = self._parts.loss_scale
+        return (1.0, 0) if scale is None else (scale.value, scale.good_steps)
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: tuple[float, int]) -> None:
+        scale = self._parts.loss_scale
+        if scale is not None:
+            scale.value, scale.good_steps = state
 
     def _free_gathered(self) -> None:
         """Parameters gathered for an evaluation must not outlive the optimizer's next update."""

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from galv.errors import ModelError
-from galv.planner.plan import Layout, Plan, Unit
+from galv.planner.plan import Plan
+from galv.runtime.borders import UNIT
 from galv.runtime.loss import no_loss
+from galv.runtime.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +30,6 @@ class Crossing:
     meta: Tensor
     """Its shape and dtype, on the meta device."""
     needs_grad: bool
-    layout: Layout
-    """How it lies on the tensor axis."""
 
 
 class StageModule(nn.Module):
@@ -54,6 +54,8 @@ class StageModule(nn.Module):
         self.input_names = tuple(placeholders[len(self.crossings_in) :])
         self.tied_copies: frozenset[str] = frozenset()
         """Parameters of this stage that are copies of one on an earlier stage; a gradient norm skips them."""
+        self.weight_gradients = WeightGradients()
+        """Takes those that schedules with a split backward put off."""
         self._function = _compiled(graph)
 
     @property
@@ -70,21 +72,20 @@ def build_stage(
 ) -> StageModule:
     """Stage `stage_index` of `plan` as a module, holding `model`'s own modules, whatever device they lie on now.
 
-    `glue` is the model's forward with the units' modules as opaque calls (`planner.capture.glue`), traced for one
-    microbatch of one rank; constants and factories of the glue run on `device`. Raises ModelError when the plan's
-    units are not the model's, or do not run in the plan's order, and when the model returns no loss.
+    `glue` is the model's forward with the units' modules as opaque calls, as one rank runs it (`with_borders`);
+    constants and factories of the glue run on `device`. Raises ModelError when the plan's units do not run in the
+    plan's order, and when the model returns no loss.
     """
     _check_loss(glue.graph)
-    owners = {module: unit for unit in plan.units() for module in unit.modules}
-    cut = _Cut(glue.graph, owners, module_stages(plan), len(plan.stages))
+    cut = _Cut(glue.graph, [index for index, stage in enumerate(plan.stages) for _ in stage.units])
     before, after = cut.crossings(stage_index - 1), cut.crossings(stage_index)
     graph = _stage_graph(cut, stage_index, before, after, device)
     stage = StageModule(
         graph,
         stage_index,
         len(plan.stages),
-        [cut.described(node) for node in before],
-        [cut.described(node) for node in after],
+        [_described(node) for node in before],
+        [_described(node) for node in after],
     )
     stage.tied_copies = _tied_copies(plan, stage_index)
     for unit in plan.stages[stage_index].units:
@@ -94,8 +95,9 @@ def build_stage(
         if node.op == "get_attr":
             _attach_tensor(stage, str(node.target), model, glue, device)
     if stage_index == 0:  # what the glue does not use is nobody's else
+        owned = tuple(f"{module}." for unit in plan.units() for module in unit.modules)
         for name in _persistent_buffers(model):
-            if not any(name.startswith(f"{module}.") for module in owners):
+            if not name.startswith(owned):
                 _attach_tensor(stage, name, model, glue, device)
     return stage
 
@@ -112,35 +114,27 @@ def _check_loss(glue: fx.Graph) -> None:
 class _Cut:
     """Which stage computes each node of the glue; None for nodes that any stage can compute from the inputs."""
 
-    def __init__(
-        self, graph: fx.Graph, owners: dict[str, Unit], module_stages: dict[str, int], num_stages: int
-    ) -> None:
-        self.graph, self.owners, self.num_stages = graph, owners, num_stages
-        self._layouts: dict[fx.Node, Layout] = {}
+    def __init__(self, graph: fx.Graph, unit_stages: Sequence[int]) -> None:
+        self.graph, self.num_stages = graph, unit_stages[-1] + 1
         self.stages: dict[fx.Node, int | None] = {}
         for node in graph.nodes:
-            self.stages[node] = self._stage(node, module_stages)
-        self.stages[self.output] = num_stages - 1
+            position = node.meta.get(UNIT)
+            self.stages[node] = None if position is None else unit_stages[position]
+            self._check_order(node)
+        self.stages[self.output] = self.num_stages - 1
 
     @property
     def output(self) -> fx.Node:
         return next(reversed(self.graph.nodes))
 
-    def _stage(self, node: fx.Node, module_stages: dict[str, int]) -> int | None:
-        before = max((s for source in node.all_input_nodes if (s := self.stages[source]) is not None), default=None)
-        if node.op == "get_attr" and str(node.target) in module_stages:
-            return module_stages[str(node.target)]
-        if node.op != "call_module":
-            return 0 if before is None and _is_random(node) else before
-        stage = module_stages.get(str(node.target))
-        if stage is None:
-            raise ModelError(f"no unit of the plan holds module {node.target!r}; was the plan made for this model?")
-        if before is not None and before > stage:
+    def _check_order(self, node: fx.Node) -> None:
+        stage = self.stages[node]
+        before = max((s for source in node.all_input_nodes if (s := self.stages[source]) is not None), default=0)
+        if stage is not None and before > stage:
             raise ModelError(
                 f"module {node.target!r} is on stage {stage} but needs a value from stage {before}; units must be "
                 "listed in the order in which the model runs them"
             )
-        return stage
 
     def crossings(self, border: int) -> list[fx.Node]:
         """The nodes computed on stage `border` or earlier and used later, in the order of the graph."""
@@ -151,44 +145,13 @@ class _Cut:
     def _crosses(self, node: fx.Node, stage: int, border: int) -> bool:
         return stage <= border and any((self.stages[user] or 0) > border for user in node.users)
 
-    def described(self, node: fx.Node) -> Crossing:
-        """The crossing tensor that `node` computes, cut along the sequence where one rank holds it so."""
-        value, layout = node.meta["val"], self._layout(node)
-        assert isinstance(value, Tensor), f"{node.name} crosses a stage border but is no single tensor"
-        if layout.dim is not None:
-            tp = max(unit.strategy.tp for unit in self.owners.values())
-            value = value.narrow(layout.dim, 0, value.shape[layout.dim] // tp)
-        meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return Crossing(node.name, meta, node.meta["grad"], layout)
 
-    def _layout(self, node: fx.Node) -> Layout:
-        """How what `node` computes lies on the tensor axis.
-
-        The activation of a unit, its module's output or the first part of it, as the unit gives it; what operators
-        make of activations, like them while its sequence is as long.
-        """
-        if node not in self._layouts:
-            self._layouts[node] = self._found_layout(node)
-        return self._layouts[node]
-
-    def _found_layout(self, node: fx.Node) -> Layout:
-        source, value = _whole(node), node.meta["val"]
-        if source.op == "call_module" and value.is_floating_point():
-            return self.owners[str(source.target)].activation
-        givers = source.all_input_nodes if source.op == "call_function" and value.ndim > 1 else ()
-        alike = (g for g in givers if isinstance(v := g.meta["val"], Tensor) and v.shape[:2] == value.shape[:2])
-        return next((layout for g in alike if (layout := self._layout(g)).kind == "S"), Layout(kind="R"))
-
-
-def _whole(node: fx.Node) -> fx.Node:
-    """The node that `node` is the first part of, or itself."""
-    while node.op == "call_function" and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _described(node: fx.Node) -> Crossing:
+    """The crossing tensor that `node` computes."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), f"{node.name} crosses a stage border but is no single tensor"
+    meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return Crossing(node.name, meta, node.meta["grad"])
 
 
 # ----------------------------------------------------------------------------------------------- the stage's forward
@@ -276,7 +239,41 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
     return holder
 
 
+def side_by_side(stages: Sequence[StageModule]) -> nn.Module:
+    """One module that holds what all `stages` of a rank hold, under the names in the model."""
+    if len(stages) == 1:
+        return stages[0]
+    root = nn.Module()
+    for stage in stages:
+        _merge(root, stage)
+    return root
+
+
+def _merge(target: nn.Module, source: nn.Module) -> None:
+    for name, parameter in source._parameters.items():
+        target.register_parameter(name, parameter)
+    for name, buffer in source._buffers.items():
+        target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
+    for name, child in source._modules.items():
+        if type(child) is nn.Module:  # made by `_holder`
+            _merge(_holder(target, name), child)
+        else:
+            target.add_module(name, child)
+
+
 # ----------------------------------------------------------------------------------------------- tied weights
+
+
+def separate_copies(stages: Sequence[StageModule]) -> None:
+    """Gives each of a rank's stages a copy of its own of a tied weight that an earlier one of them holds, too."""
+    taken: set[int] = set()
+    for stage in stages:
+        for module in stage.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in taken:
+                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    module._parameters[name] = copy
+        taken |= {id(parameter) for parameter in stage.parameters()}
 
 
 def module_stages(plan: Plan) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 A model draws from a state of its own, so that whatever the training script draws stays alike on all ranks. Groups with
 other samples and other stages have other seeds. On the tensor axis, ranks draw alike where they hold the same
-activation and differently where each holds a part (Megatron-LM's two random states, arXiv 1909.08053). The state for a
+activation and differently where each holds a part (Megatron-LM's two random states, arXiv 1909.08053). Units with
+another data-parallel degree have a state of their own: other ranks share samples there. The state for a
 part is seeded from the common one whenever such a region begins, hence recomputing a unit draws the same again.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,15 @@ class Randomness:
             torch.manual_seed(seed)
             self._states = _states(device)
 
+    @property
+    def states(self) -> States:
+        """What the next random numbers follow from; to be kept, and set again."""
+        return self._states
+
+    @states.setter
+    def states(self, states: States) -> None:
+        self._states = states
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within it, random numbers come from the model's state."""
@@ -44,6 +55,53 @@ class Randomness:
         finally:
             self._states = _states(self._device)
             _set_states(outside, self._device)
+
+
+class Streams:
+    """The random states of one model on one rank: one for each data-parallel degree that its units have.
+
+    Ranks of one data-parallel group draw alike, and which they are depends on the degree. `degree` is that of the
+    model's own stream, from which everything is drawn that does not say otherwise.
+    """
+
+    def __init__(self, degree: int, streams: Mapping[int, Randomness]) -> None:
+        self._degree, self._streams = degree, streams
+
+    @property
+    def main(self) -> Randomness:
+        """The model's own."""
+        return self._streams[self._degree]
+
+    @property
+    def states(self) -> States:
+        """What the next random numbers of all streams follow from, by ascending degree; to be kept, and set again."""
+        return tuple(state for degree in sorted(self._streams) for state in self._streams[degree].states)
+
+    @states.setter
+    def states(self, states: States) -> None:
+        each = len(states) // len(self._streams)
+        for i, degree in enumerate(sorted(self._streams)):
+            self._streams[degree].states = states[i * each : (i + 1) * each]
+
+    def drawing(self, function: Callable[..., Any], degree: int) -> Callable[..., Any]:
+        """`function`, drawing for the samples of one of `degree` groups."""
+        if degree == self._degree:
+            return function
+        stream = self._streams[degree]
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            with stream.active():
+                return function(*args, **kwargs)
+
+        return draw
+
+    def surround(self, module: nn.Module, degree: int) -> None:
+        """Makes calls of `module` draw for the samples of one of `degree` groups. Put it around recomputation."""
+        if degree == self._degree:
+            return
+        stream, active = self._streams[degree], contextlib.ExitStack()
+        module.register_forward_pre_hook(lambda module, args: active.enter_context(stream.active()) and None)
+        module.register_forward_hook(lambda module, args, output: active.close(), always_call=True)
 
 
 class ShardRegions:

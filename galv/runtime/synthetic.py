@@ -20,13 +20,15 @@ NOISE = 0.1
 _DEFAULT_HIGH = 2
 
 
-def synthetic_batches(plan: Plan, seed: int = 0) -> Iterator[dict[str, Tensor]]:
+def synthetic_batches(plan: Plan, seed: int = 0, first_step: int = 0) -> Iterator[dict[str, Tensor]]:
     """Global batches without end, on the CPU: batch i of a seed is the same in every process and for every layout.
+
+    The first is that of `first_step`, counted from 0.
 
     Integer inputs that count tokens follow the cycle, others are uniform below their bound; `labels` of the shape of
     `input_ids` equal them; an `attention_mask` masks nothing; other numbers are normal.
     """
-    step = 0
+    step = first_step
     while True:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         cycle = torch.randperm(_vocabulary(plan), generator=torch.Generator().manual_seed(seed))[:NUM_TOKENS]

@@ -10,7 +10,7 @@ another order: `cut` and `joined` translate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,34 +221,22 @@ def _tracked(redistribute: Redistribute, regions: ShardRegions) -> Redistribute:
     return tracked
 
 
-def convert_input(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:
+def convert_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Makes `module` take its activation in another layout than it computes in."""
-    redistribute = redistributor(mesh)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return with_activation(args, kwargs, lambda tensor: redistribute(tensor, change))
+        return with_activation(args, kwargs, change)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def convert_argument(module: nn.Module, position: int, change: Redistribution, mesh: DeviceMesh) -> None:
-    """Makes `module` take the positional argument at `position` in another layout than it computes in."""
-    redistribute = redistributor(mesh)
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*args[:position], redistribute(args[position], change), *args[position + 1 :])
-
-    module.register_forward_pre_hook(before)
-
-
-def convert_output(module: nn.Module, change: Redistribution, mesh: DeviceMesh) -> None:
+def convert_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Makes `module` give its activation in another layout than it computes in."""
-    redistribute = redistributor(mesh)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (redistribute(output[0], change), *output[1:])
-        return redistribute(output, change)
+            return (change(output[0]), *output[1:])
+        return change(output)
 
     module.register_forward_hook(after)
 
@@ -256,15 +244,32 @@ def convert_output(module: nn.Module, change: Redistribution, mesh: DeviceMesh) 
 def with_activation(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a repeated block with `change` applied to what the block before it returned.
+    """The arguments of a repeated block with `change` applied to what the block before it returned."""
+    key = activation_argument(args, kwargs, _is_tensor, lambda value: _is_tensor(value) and value.is_floating_point())
+    if key is None:
+        raise RunError("a block was called without a tensor that could be the activation of the block before it")
+    if key == 0:
+        return (change(args[0]), *args[1:]), kwargs
+    assert isinstance(key, str), "all are by keyword"
+    return args, {**kwargs, key: change(kwargs[key])}
+
+
+def activation_argument(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_tensor: Callable[[Any], bool],
+    is_floating: Callable[[Any], bool],
+) -> int | str | None:
+    """Which argument of a repeated block is what the block before it returned: its position or keyword.
 
     That is the first positional argument; where all are by keyword, `hidden_states` or the first tensor of
-    floating-point numbers.
+    floating-point numbers. None when there is no such.
     """
-    if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
+    if args and is_tensor(args[0]):
+        return 0
     names = sorted(kwargs, key=lambda name: name != "hidden_states")
-    name = next((n for n in names if isinstance(kwargs[n], Tensor) and kwargs[n].is_floating_point()), None)
-    if name is None:
-        raise RunError("a block was called without a tensor that could be the activation of the block before it")
-    return args, {**kwargs, name: change(kwargs[name])}
+    return next((name for name in names if is_floating(kwargs[name])), None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ class StepRecord:
     seconds: float
     peak_bytes: int
     """Most memory that this rank has held so far: allocated on a GPU, resident in the process on the CPU."""
+    learning_rate: float = 0.0
+    evaluation_loss: float | None = None
+    """Mean over samples that are not trained on, after the step's update, where it was time for that."""
 
 
 def train(
@@ -48,13 +51,18 @@ def train(
     steps: int,
     optimizer: torch.optim.Optimizer,
     clip: float = MAX_GRADIENT_NORM,
+    first_step: int = 1,
+    learning_rate: Callable[[int], float] | None = None,
 ) -> Iterator[StepRecord]:
-    """Trains for `steps` of the global `batches` and gives a record after each; every rank must go through them.
+    """Trains on global `batches` from `first_step` to `steps` with a record after each; every rank must go through.
 
-    Gradients are clipped to a global norm of `clip`. Raises RunError, on every rank, for a loss that is not finite.
+    Gradients are clipped to a global norm of `clip`. `learning_rate` of a step, where given, is set before its update.
+    Raises RunError, on every rank, for a loss that is not finite.
     """
-    for step, batch in zip(range(1, steps + 1), batches, strict=False):
+    for step, batch in zip(range(first_step, steps + 1), batches, strict=False):
         start = time.perf_counter()
+        for group in optimizer.param_groups if learning_rate else ():
+            group["lr"] = learning_rate(step)  # type: ignore[misc]  # not None here
         loss = module.train_step(module.shard_batch(batch))
         norm = module.clip_grad_norm_(clip)
         check_finite(step, loss.item(), norm.item())
@@ -63,7 +71,8 @@ def train(
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
         seconds = time.perf_counter() - start
-        yield StepRecord(step, loss.item(), norm.item(), seconds, peak_bytes(module.device))
+        rate = float(optimizer.param_groups[0]["lr"])
+        yield StepRecord(step, loss.item(), norm.item(), seconds, peak_bytes(module.device), rate)
 
 
 def check_finite(step: int, loss: float, gradient_norm: float = 0.0) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from galv.planner.plan import Plan
+from galv.planner.plan import Plan, ScheduleName
 from tests.cli.conftest import Galv, small_plan
+from tests.plans import hand_made_plan, tiny_llama
 
 
 def test_show_prints_the_table(run_galv: Galv, plan_file: Path) -> None:
@@ -22,6 +23,31 @@ def test_show_json_prints_the_plan(run_galv: Galv, plan_file: Path) -> None:
     result = run_galv("show", plan_file, "--json")
 
     assert Plan.from_json(result.out) == small_plan()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "virtual_stages", "bubble"),
+    [("1f1b", (2, 3), 1, "33.3 %, 33.3 %"), ("zbv", (1, 2, 1, 1), 2, None), ("interleaved", (1, 2, 1, 1), 2, None)],
+)
+def test_show_draws_the_timeline(
+    run_galv: Galv, tmp_path: Path, schedule: ScheduleName, stages: tuple[int, ...], virtual_stages: int, bubble: str
+) -> None:
+    """--timeline writes a Chrome trace of every rank's operations, and says how long each one waits."""
+    plan = hand_made_plan(
+        tiny_llama(), stages=stages, schedule=schedule, num_microbatches=2, virtual_stages=virtual_stages
+    )
+    times = {"forward_seconds": 1.0, "backward_seconds": 2.0, "weight_seconds": 1.0}
+    ranks = tuple(stage.model_copy(update=times) for stage in plan.estimate.stages)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"stages": ranks})})
+    plan.save(tmp_path / "plan.json")
+    result = run_galv("show", tmp_path / "plan.json", "--timeline", tmp_path / "trace.json")
+
+    assert result.out == f"{plan}\n"
+    assert bubble is None or f"bubble of each pipeline rank: {bubble}" in result.err
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kinds = {"forward", "input", "weight"} if schedule == "zbv" else {"forward", "backward", "weight"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == kinds | {"bubble"}
+    assert {event["tid"] for event in events} == {0, 1}
 
 
 def _cut_short(text: str) -> bytes:

@@ -231,7 +231,7 @@ def test_senders_of_a_stage_share_the_cards_of_their_node() -> None:
 
 
 def test_a_network_loses_rate_with_its_nodes() -> None:
-    """With a decay of one half: 8 of 8 nodes reach half of what 2 of 2 reach, 2 of 8 the mean of both on a log scale."""
+    """With a decay of one half: 8 of 8 nodes reach half of what 2 of 2 reach, 2 of 8 what is between."""
     size = 2.0**40
 
     def loss(nodes: int, group: Group) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,10 +14,9 @@ from galv.cost_models.pipeline import (
     makespan_lower_bound_seconds,
     num_in_flight,
     simulate,
-    stage_order,
-    trace,
 )
 from galv.planner.plan import ScheduleName
+from galv.schedules import stage_order
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 
@@ -86,20 +84,6 @@ def test_simulation_equals_the_longest_chain_of_operations(case: Case) -> None:
 
     assert timeline.end_seconds == pytest.approx(expected)
     assert timeline.makespan_seconds == pytest.approx(max(expected))
-
-
-@given(cases())
-def test_the_trace_adds_up_to_the_simulation(case: Case) -> None:
-    """The events run each microbatch once each way, never two at once on a stage, and end with the makespan."""
-    events, timeline = trace(*case.arguments), simulate(*case.arguments)
-
-    assert len({(e.stage, e.microbatch, e.phase) for e in events}) == len(events)
-    assert len(events) == 2 * len(case.forward) * case.num_microbatches
-    assert max(e.end_seconds for e in events) == pytest.approx(timeline.makespan_seconds)
-    for stage, busy in enumerate(timeline.busy_seconds):
-        own = [e for e in events if e.stage == stage]
-        assert sum(e.end_seconds - e.start_seconds for e in own) == pytest.approx(busy)
-        assert all(a.end_seconds <= b.start_seconds + 1e-9 for a, b in pairwise(own))
 
 
 @given(cases())

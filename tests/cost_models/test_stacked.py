@@ -202,7 +202,7 @@ def test_a_stack_plan_names_its_stack_and_does_not_run(models: dict[int, ModelGr
 
 def test_galvs_own_runtime_has_no_virtual_stages(models: dict[int, ModelGraph]) -> None:
     """What only other software does needs a stack."""
-    with pytest.raises(galv.UsageError, match="stack only"):
+    with pytest.raises(galv.UsageError, match="galv does not run interleaved"):
         price(models[1024], stack=None, virtual_stages=2)
 
 

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from galv.errors import ModelError, UsageError
 from galv.planner.capture.glue import trace_glue
 from galv.planner.plan import Plan, ScheduleName, Strategy
+from galv.runtime.borders import with_borders
 from galv.runtime.loss import Targets, loss_of, microbatch_weights, weighted
-from galv.runtime.pipeline import StageModule, build_stage
+from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
 from galv.runtime.schedule import PipelineRunner
+from galv.runtime.sized_glue import sized
+from galv.schedules import SPLIT, Operation, orders
 from tests.distributed_pool import Pool
 from tests.plans import MODELS, hand_made_plan, leaves, random_batch
 
@@ -26,15 +29,20 @@ CUTS = [(2, 3), (1, 4), (4, 1), (1, 1, 3), (1, 1, 1, 1, 1)]
 
 def stages_of(model: nn.Module, plan: Plan) -> list[StageModule]:
     """All stages of the plan, over one model."""
-    glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+    glue = bordered(trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0)), plan)
     return [build_stage(model, plan, glue, index, CPU) for index in range(len(plan.stages))]
+
+
+def bordered(glue: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """The forward as one rank would run it, of a plan that redistributes nothing."""
+    return with_borders(sized(glue, plan), plan)
 
 
 # ----------------------------------------------------------------------------------------------- the cut
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
 def test_stages_in_a_row_are_the_model(name: str, cut: tuple[int, ...]) -> None:
     """Loss and gradients are bit-equal to the model's, wherever the units are cut, also for another batch size."""
     model = MODELS[name]()
@@ -115,7 +123,8 @@ def test_skip_connections_pass_through() -> None:
     torch.manual_seed(0)
     model, inputs = Skipping(), {"x": torch.randn(2, 4), "y": torch.randn(2, 4)}
     glue = trace_glue(model, [name for names in SKIPPING_UNITS for name in names], inputs)
-    stages = [build_stage(model, skipping_plan(), glue, index, CPU) for index in range(4)]
+    plan = skipping_plan()
+    stages = [build_stage(model, plan, bordered(glue, plan), index, CPU) for index in range(4)]
     model(**inputs).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -133,8 +142,9 @@ def test_units_out_of_order_are_refused() -> None:
     """A plan whose units are not in the model's order is refused with the module and the stages."""
     model, inputs = Skipping(), {"x": torch.randn(2, 4), "y": torch.randn(2, 4)}
     glue = trace_glue(model, [name for names in SKIPPING_UNITS for name in names], inputs)
+    plan = skipping_plan((1, 0, 2, 3))
     with pytest.raises(ModelError, match=r"module 'blocks.0' is on stage 0 but needs a value from stage 1"):
-        build_stage(model, skipping_plan((1, 0, 2, 3)), glue, 0, CPU)
+        build_stage(model, plan, bordered(glue, plan), 0, CPU)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
@@ -143,7 +153,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     glue = trace_glue(llama, leaves(llama), random_batch(2, 0))
     gpt2 = MODELS["gpt2"]()
     with pytest.raises(ModelError, match=r"no unit of the plan holds module 'model.embed_tokens'"):
-        build_stage(gpt2, hand_made_plan(gpt2, stages=(2, 3), schedule="gpipe"), glue, 0, CPU)
+        bordered(glue, hand_made_plan(gpt2, stages=(2, 3), schedule="gpipe"))
 
 
 def test_sequence_shards_cross_as_shards() -> None:
@@ -155,7 +165,7 @@ def test_sequence_shards_cross_as_shards() -> None:
     stage = plan.stages[0].model_copy(update={"units": (units[0], sharded)})
     plan = plan.model_copy(update={"stages": (stage, plan.stages[1])})
     glue = trace_glue(model, leaves(model), random_batch(2, 0))
-    (crossing,) = build_stage(model, plan, glue, 1, CPU).crossings_in
+    (crossing,) = build_stage(model, plan, bordered(glue, plan), 1, CPU).crossings_in
     assert tuple(crossing.meta.shape) == (2, 8, 32)
 
 
@@ -178,23 +188,35 @@ def train_alone(
     return losses, norms, dict(model.state_dict())
 
 
-def train_stage(
-    name: str, cut: tuple[int, ...], schedule: ScheduleName, num_microbatches: int, steps: int = STEPS
-) -> tuple[list[float], dict[str, Tensor], list[bool]]:
-    """Losses, this stage's final weights, and what it was told ahead of each backward of the last step."""
+def train_stages(
+    name: str, cut: tuple[int, ...], schedule: ScheduleName, num_microbatches: int, virtual_stages: int
+) -> tuple[list[float], dict[str, Tensor], list[tuple[Operation, bool]]]:
+    """Losses, this rank's final weights, and what it was told ahead of each operation of the last step."""
     model = MODELS[name]()
     plan = hand_made_plan(
-        model, stages=cut, schedule=schedule, num_microbatches=num_microbatches, global_batch=2 * num_microbatches
+        model,
+        stages=cut,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        global_batch=2 * num_microbatches,
+        virtual_stages=virtual_stages,
     )
-    stage = stages_of(model, plan)[dist.get_rank()]
-    if stage.tied_copies:  # a copy is made equal to the first stage's weight, whatever it was
-        with torch.no_grad():
-            stage.get_parameter("lm_head.weight").zero_()
-    told: list[bool] = []
-    runner = PipelineRunner(stage, plan, dist.group.WORLD, CPU, told.append)
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.3, momentum=0.9)
+    every = stages_of(model, plan)
+    stages = [every[i] for i in plan.pipeline.stages_of_rank(dist.get_rank())]
+    separate_copies(stages)
+    for stage in stages:
+        for module in stage.modules() if schedule in SPLIT else ():
+            if type(module) is not nn.Module and not isinstance(module, StageModule) and not module._modules:
+                stage.weight_gradients.surround(module)
+        if stage.tied_copies:  # a copy is made equal to the first stage's weight, whatever it was
+            with torch.no_grad():
+                stage.get_parameter("lm_head.weight").zero_()
+    told: list[tuple[Operation, bool]] = []
+    runner = PipelineRunner(stages, plan, dist.group.WORLD, CPU, lambda *given: told.append(given))
+    held = side_by_side(stages)
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.3, momentum=0.9)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         told.clear()
         batch = random_batch(plan.training.global_batch, step)
         chunks = zip(*(tensor.chunk(num_microbatches) for tensor in batch.values()), strict=True)
@@ -202,34 +224,53 @@ def train_stage(
         losses.append(runner.step(batch, microbatch_weights(counts, None, 1)).item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {key: value.detach() for key, value in stage.named_parameters()}, told
+    return losses, {key: value.detach() for key, value in held.named_parameters()}, told
 
 
 @pytest.mark.parametrize(
-    "name, cut, schedule, num_microbatches",
+    "name, cut, schedule, num_microbatches, virtual_stages",
     [
-        ("llama", (2, 3), "gpipe", 4),
-        ("llama", (4, 1), "1f1b", 4),
-        ("llama-tied", (1, 4), "1f1b", 2),
-        ("gpt2", (3, 2), "gpipe", 4),
-        ("gpt2", (2, 3), "1f1b", 4),
-        ("gpt2", (1, 3, 1), "1f1b", 5),
-        ("gpt2", (2, 1, 2), "1f1b", 2),  # fewer microbatches than stages
+        ("llama", (2, 3), "gpipe", 4, 1),
+        ("llama", (4, 1), "1f1b", 4, 1),
+        ("llama-tied", (1, 4), "1f1b", 2, 1),
+        ("gpt2", (3, 2), "gpipe", 4, 1),
+        ("gpt2", (2, 3), "1f1b", 4, 1),
+        ("gpt2", (1, 3, 1), "1f1b", 5, 1),
+        ("gpt2", (2, 1, 2), "1f1b", 2, 1),  # fewer microbatches than stages
+        ("llama", (2, 1, 1, 1), "interleaved", 4, 2),
+        ("llama-deep", (1, 2, 1, 1, 1, 1), "interleaved", 5, 3),  # not a multiple of the ranks
+        ("gpt2", (1, 1, 2, 1), "interleaved", 1, 2),
+        ("gpt2", (2, 1, 2), "zb-h1", 4, 1),
+        ("gpt2", (1, 2, 1, 1), "zbv", 5, 2),  # tied weights on one rank
+        ("llama", (1, 1, 2, 1), "zbv", 1, 2),
     ],
     ids=str,
 )
 def test_pipeline_trains_as_one_device(
-    pool: Pool, name: str, cut: tuple[int, ...], schedule: ScheduleName, num_microbatches: int
+    pool: Pool,
+    name: str,
+    cut: tuple[int, ...],
+    schedule: ScheduleName,
+    num_microbatches: int,
+    virtual_stages: int,
 ) -> None:
-    """Losses and all weights of 5 steps are one device's, with uneven stages, labels and tied weights."""
+    """Losses and all weights of 5 steps are one device's, and what runs is the order that is priced.
+
+    With uneven stages, labels and tied weights.
+    """
     losses, _, weights = train_alone(MODELS[name](), 2 * num_microbatches)
-    results = pool.run(train_stage, len(cut), name, cut, schedule, num_microbatches)
+    num_ranks = len(cut) // virtual_stages
+    results = pool.run(train_stages, num_ranks, name, cut, schedule, num_microbatches, virtual_stages)
+    order = orders(schedule, num_ranks, num_microbatches, virtual_stages)
     seen = set()
-    for stage_losses, stage_weights, told in results:
+    for rank, (stage_losses, stage_weights, told) in enumerate(results):
         torch.testing.assert_close(stage_losses, losses, rtol=1e-4, atol=0)
         for key, value in stage_weights.items():
             torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6)
-        assert told == [False] * (num_microbatches - 1) + [True]
+        assert [operation for operation, _ in told] == list(order.ranks[rank])
+        lasts = [operation for operation, last in told if last]
+        assert {chunk for _, chunk, _ in lasts} == {chunk for _, chunk, _ in order.ranks[rank]}
+        assert all(kind != "forward" and i == num_microbatches - 1 for kind, _, i in lasts)
         seen |= stage_weights.keys()
     assert seen == {key for key in weights if "rotary" not in key}
 
@@ -239,7 +280,7 @@ def accumulate_twice() -> list[bool]:
     model = MODELS["gpt2"]()
     plan = hand_made_plan(model, stages=(2, 3), schedule="1f1b", num_microbatches=2, global_batch=4)
     stage = stages_of(model, plan)[dist.get_rank()]
-    runner = PipelineRunner(stage, plan, dist.group.WORLD, CPU)
+    runner = PipelineRunner([stage], plan, dist.group.WORLD, CPU)
     batch, weights = random_batch(4, 0), torch.tensor([0.25, 0.75])
     runner.step(batch, weights)
     once = [parameter.grad.clone() for parameter in stage.parameters()]
@@ -258,7 +299,7 @@ def train_behind_a_frozen_stage() -> list[tuple[str, Tensor | None]]:
     model.get_input_embeddings().requires_grad_(False)
     plan = hand_made_plan(model, stages=(1, 2, 2), schedule="1f1b", num_microbatches=4, global_batch=4)
     stage = stages_of(model, plan)[dist.get_rank()]
-    PipelineRunner(stage, plan, dist.group.WORLD, CPU).step(random_batch(4, 0), torch.full((4,), 0.25))
+    PipelineRunner([stage], plan, dist.group.WORLD, CPU).step(random_batch(4, 0), torch.full((4,), 0.25))
     return [(name, parameter.grad) for name, parameter in stage.named_parameters()]
 
 
@@ -273,7 +314,7 @@ def refuse_bad_batches_on_the_last_stage() -> list[str]:
     model = MODELS["llama"]()
     plan = hand_made_plan(model, stages=(2, 3), schedule="gpipe", num_microbatches=2)
     rank = dist.get_rank()
-    runner = PipelineRunner(stages_of(model, plan)[rank], plan, dist.group.WORLD, CPU)
+    runner = PipelineRunner([stages_of(model, plan)[rank]], plan, dist.group.WORLD, CPU)
     messages: list[str] = []
     if rank == 0:
         return messages

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from galv.planner.capture.glue import trace_glue
+from galv.planner.capture.glue import glue_for
 from galv.planner.plan import Plan
 from galv.runtime.loss import loss_of
 from galv.runtime.module import ParallelModule
 from galv.runtime.parallelize import parallelize
-from tests.plans import MODELS, leaves, random_batch
+from tests.plans import MODELS, random_batch
 
 STEPS = 5
 MAX_NORM = 0.5
@@ -49,16 +50,19 @@ def train_model_alone(model: nn.Module, optimizer: str, global_batch: int = 8) -
 
 
 def parallelize_tiny(model: nn.Module, plan: Plan, **options: Any) -> ParallelModule:
-    """A tiny model made parallel, cut into stages where the plan has a pipeline."""
-    glue = None
-    if plan.pipeline.degree > 1:
-        glue = trace_glue(model, leaves(model), random_batch(plan.micro_batch, 0))
+    """A tiny model made parallel, by its traced forward where the plan needs that."""
+    glue = functools.partial(glue_for, model, plan)
     return parallelize(model, plan, glue=glue, **options)
 
 
 def train_in_parallel(name: str, plan: Plan, optimizer: str) -> Result:
     """What one rank gets; the weights on rank 0 only."""
-    module = parallelize_tiny(MODELS[name](), plan)
+    return train_model_in_parallel(MODELS[name](), plan, optimizer)
+
+
+def train_model_in_parallel(model: nn.Module, plan: Plan, optimizer: str, **options: Any) -> Result:
+    """What one rank gets from that model's weights; the weights on rank 0 only."""
+    module = parallelize_tiny(model, plan, **options)
     update = module.optimizer(optimizer, **OPTIMIZERS[optimizer])
     losses, norms = [], []
     for step in range(STEPS):

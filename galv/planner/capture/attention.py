@@ -6,53 +6,31 @@ holds. The choice made here follows `sdp_utils` of PyTorch's CUDA and CPU backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-DeviceKind = Literal["cuda", "cpu"]
+from galv.context_parallel import DeviceKind as DeviceKind
+from galv.context_parallel import replaced_attention
+from galv.context_parallel.kernels import MAX_FLASH_SIZE
 
 aten = torch.ops.aten
-MAX_FLASH_HEAD_DIM = 256
-
-
-_GENERAL = F.scaled_dot_product_attention
 
 
 @contextmanager
 def fused_attention(device: DeviceKind) -> Iterator[None]:
-    """Within, every `scaled_dot_product_attention` is the fused kernel of `device`, where it has one for the call.
+    """Within, every `scaled_dot_product_attention` is the fused kernel of `device`, where it has one for the call."""
 
-    The name in `torch.nn.functional` is replaced as well, because a torch-function mode does not see the calls that
-    torch's own functions (`multi_head_attention_forward`) make.
-    """
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
+    def attend(general: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         out = _attend(device, *args, **kwargs)
-        return _GENERAL(*args, **kwargs) if out is None else out
+        return general(*args, **kwargs) if out is None else out
 
-    F.scaled_dot_product_attention = attend
-    try:
-        with _FusedAttention(device):
-            yield
-    finally:
-        F.scaled_dot_product_attention = _GENERAL
-
-
-class _FusedAttention(TorchFunctionMode):
-    def __init__(self, device: DeviceKind) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = _attend(self.device, *args, **kwargs) if func is _GENERAL else None
-        return func(*args, **kwargs) if out is None else out
+    with replaced_attention(attend):
+        yield
 
 
 def _attend(
@@ -73,7 +51,7 @@ def _attend(
     if device == "cpu":
         return _flash_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    same_dim = query.shape[-1] == value.shape[-1] <= MAX_FLASH_HEAD_DIM
+    same_dim = query.shape[-1] == value.shape[-1] <= MAX_FLASH_SIZE
     if is_half and attn_mask is None and same_dim:
         return _flash_on_cuda(query, key, value, dropout_p, is_causal, scale)
     return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) if same_heads else None

@@ -21,7 +21,7 @@ from galv.errors import ModelError
 from galv.localize import localize
 from galv.planner.capture.operators import storage_key
 from galv.planner.capture.trace import Recorder
-from galv.planner.graph import CollectiveKind, Operator
+from galv.planner.graph import CollectiveKind
 from galv.planner.plan import Layout, Redistribution, TensorParallelLayout
 
 _REPLICATED = Layout(kind="R")
@@ -149,18 +149,7 @@ class Emulation:
         return sent.new_empty(shape).clone()
 
     def _collective(self, kind: CollectiveKind, full: Tensor) -> None:
-        recorder = self.recorder
-        recorder.record(
-            Operator(
-                name=kind,
-                kind="collective",
-                phase=recorder.phase,
-                module=recorder.modules[-1] if recorder.modules else "",
-                dtype=str(full.dtype).removeprefix("torch."),
-                bytes_read=full.numel() * full.element_size(),
-                collective=kind,
-            )
-        )
+        self.recorder.record_collective(kind, full, "tensor")
 
 
 class _Redistribute(torch.autograd.Function):

@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from galv.context_parallel import exchanging_attention, local_arguments
+from galv.context_parallel.parts import own_part
 from galv.planner.capture.attention import DeviceKind
+from galv.planner.capture.context import RecordedRanks
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.experts import sharing_experts
 from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.skeleton import detached, differentiable
 from galv.planner.capture.trace import Recorder, Trace
 from galv.planner.graph import Operator, UnitFacts
-from galv.planner.plan import TensorParallelLayout
+from galv.planner.plan import ExpertLayout, SequenceLayout, TensorParallelLayout
 
 _HELD_KINDS = ("matmul", "attention")
 """Operators whose outputs selective recompute keeps."""
@@ -27,21 +32,35 @@ NOTHING = UnitFacts((), 0, 0, 0, 0, 0, 0, input_is_saved=False)
 
 
 def block_facts(
-    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+    block: nn.Module,
+    call: ModuleCall,
+    device: DeviceKind,
+    layout: TensorParallelLayout | None = None,
+    sequence: SequenceLayout | None = None,
+    experts: tuple[ExpertLayout, int] | None = None,
 ) -> UnitFacts:
-    """The facts of one repeated block for one call of it, on one rank of `layout`."""
-    return traced_block(block, call, device, layout)[0]
+    """The facts of one repeated block for one call of it, on one rank of `layout` and of `sequence`, and of as many as
+    `experts` says that share those out."""
+    if experts is None:
+        return traced_block(block, call, device, layout, sequence)[0]
+    recorder = Recorder([])
+    with sharing_experts(block, *experts, recorder):
+        return traced_block(block, call, device, layout, sequence, recorder)[0]
 
 
 def traced_block(
-    block: nn.Module, call: ModuleCall, device: DeviceKind, layout: TensorParallelLayout | None = None
+    block: nn.Module,
+    call: ModuleCall,
+    device: DeviceKind,
+    layout: TensorParallelLayout | None = None,
+    sequence: SequenceLayout | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[UnitFacts, frozenset[int]]:
     """(facts, those of the call's tensors, in reading order, that the block saves) of one call of `block`."""
-    recorder = Recorder(list(block.parameters()))
+    recorder = recorder or Recorder([])
+    recorder.parameter_keys |= {storage_key(parameter) for parameter in block.parameters()}
     emulation = None if layout is None else Emulation(block.get_submodule, layout, recorder)
-    activation: Tensor | None = None if call.activation is None else detached(call.tensor())
-    if emulation is not None and activation is not None:
-        activation = emulation.activation(activation)
+    activation = _local_activation(call, emulation, sequence)
     args, kwargs = _with_activation(call, activation)
     trace = recorder.trace = Trace()
     trace.expect((args, kwargs), activation)
@@ -49,7 +68,7 @@ def traced_block(
     with meta_as(device):
         local = emulation.installed() if emulation else nullcontext()
         with local, recorder.naming(names), recorder.forward():
-            outputs = differentiable(block(*args, **kwargs))
+            outputs = differentiable(_called(block, args, kwargs, sequence, device, recorder))
         output_bytes = size_bytes(outputs[0]) if outputs else 0
         trace.output_keys = {storage_key(output) for output in outputs[:1]}
         trace.end_forward()
@@ -61,6 +80,37 @@ def traced_block(
     return facts_of(
         trace, input_bytes=0 if activation is None else size_bytes(activation), output_bytes=output_bytes
     ), frozenset(saved)
+
+
+def _local_activation(call: ModuleCall, emulation: Emulation | None, sequence: SequenceLayout | None) -> Tensor | None:
+    """The activation as one rank gets it."""
+    if call.activation is None:
+        return None
+    activation = detached(call.tensor())
+    assert isinstance(activation, Tensor)
+    if emulation is not None:
+        activation = emulation.activation(activation)
+    if sequence is not None:
+        part = own_part(activation.detach(), sequence.activation_cut, 0)
+        activation = torch.empty_like(part).requires_grad_(activation.requires_grad)
+    return activation
+
+
+def _called(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sequence: SequenceLayout | None,
+    device: DeviceKind,
+    recorder: Recorder,
+) -> Any:
+    """What the block returns, on one rank of `sequence`."""
+    if sequence is None:
+        return block(*args, **kwargs)
+    ranks = RecordedRanks(sequence.degree, device, recorder)
+    args, kwargs = local_arguments(args, kwargs, sequence, ranks)
+    with exchanging_attention(sequence, ranks):
+        return block(*args, **kwargs)
 
 
 def _with_activation(call: ModuleCall, activation: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -140,7 +190,7 @@ def _between(first: float, second: float, share: float) -> float:
 
 
 def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | None:
-    if (a.name, a.kind, a.phase, a.module, a.dtype) != (b.name, b.kind, b.phase, b.module, b.dtype):
+    if (a.name, a.kind, a.phase, a.module, a.dtype, a.axis) != (b.name, b.kind, b.phase, b.module, b.dtype, b.axis):
         return None
     if (a.matmul is None, a.attention is None) != (b.matmul is None, b.attention is None):
         return None
@@ -158,6 +208,8 @@ def _extended_operator(a: Operator, b: Operator, share: float) -> Operator | Non
         _extended_matmul(a, b, share),
         _extended_attention(a, b, share),
         a.collective,
+        a.axis,
+        a.is_weight_gradient,
     )
 
 

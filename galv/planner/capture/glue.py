@@ -76,15 +76,15 @@ def trace_glue(
     return _finished(model, tracer)
 
 
-def glue_for(model: nn.Module, plan: Plan) -> fx.GraphModule:
-    """`trace_glue` as the plan's pipeline needs it: around its units, for one microbatch, in its precision."""
+def glue_for(model: nn.Module, plan: Plan, num_samples: int | None = None) -> fx.GraphModule:
+    """`trace_glue` as the plan needs it: around its units, in its precision, for `num_samples` (one microbatch)."""
     leaves = [module for unit in plan.units() for module in unit.modules]
     direct = [name for unit in plan.units() for name in unit.parameters]
     compute = _DTYPES[plan.training.precision]
     inputs = {}
     for spec in plan.model.inputs:
         dtype = getattr(torch, spec.dtype)
-        shape = plan.model.input_shape(spec, plan.micro_batch)
+        shape = plan.model.input_shape(spec, num_samples or plan.micro_batch)
         inputs[spec.name] = torch.empty(shape, dtype=compute if dtype.is_floating_point else dtype, device=_META)
     opaque = [name for unit in plan.units() if unit.is_opaque for name in unit.modules]
     example = _with_opaque(model, opaque, compute) if opaque else None

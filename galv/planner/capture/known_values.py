@@ -35,7 +35,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
             return self._values[args[0]].item()
-        out = _grouped(*args, **kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
+        out = _called(func, args, kwargs)
         if isinstance(out, Tensor) and out.is_meta and out.numel() <= MAX_ELEMENTS:
             self._follow(func, args, kwargs, out)
         return out
@@ -62,6 +62,17 @@ class KnownValues(TorchDispatchMode):
 @cache
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in str(func)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Lets a forward on the meta device multiply in groups, in any precision."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _called(func, args, kwargs or {})
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _grouped(*args, **kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
 
 
 def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from galv.planner.capture.opaque import Opaque
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.traced import FEW, ClassPlace, TracedFacts, model_inputs
 from galv.planner.capture.units import distinguishing, num_parameters
-from galv.planner.graph import Edge, ModelGraph, UnitClass, UnitRef
+from galv.planner.graph import Edge, Exclusion, ModelGraph, UnitClass, UnitRef
 from galv.planner.plan import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,10 +61,8 @@ def capture(
     problem = Problem(model, inputs, known, device_kind, patterns, stand_ins)
     found = arranged(problem)
     refs, places = _Units(found, stand_ins).named()
-    classes = {
-        name: UnitClass(name, unit_parameters(model, place.modules, place.parameters), place.opaque is not None)
-        for name, place in places.items()
-    }
+    facts = TracedFacts(found.skeleton, source, dtype, places)
+    classes = {name: _unit_class(name, model, place, facts) for name, place in places.items()}
     fingerprint = fingerprint_as(model, refs)
     assert fingerprint is not None, "the model has the modules of its own units"
     edges, no_pipeline = _flow(problem, found, refs)
@@ -77,11 +75,21 @@ def capture(
         num_parameters=num_parameters(model),
         tied=tied_parameters(model),
         fingerprint=fingerprint,
-        source=TracedFacts(found.skeleton, source, dtype, places),
+        source=facts,
         edges=edges,
         no_pipeline=no_pipeline,
         notes=tuple(_notes(model, found, stand_ins)),
     )
+
+
+def _unit_class(name: str, model: nn.Module, place: ClassPlace, facts: TracedFacts) -> UnitClass:
+    parameters = unit_parameters(model, place.modules, place.parameters)
+    experts = facts.expert_layout(name)
+    if isinstance(experts, Exclusion):
+        return UnitClass(name, parameters, place.opaque is not None)
+    shared = {f"{part.module}.{own}".lstrip(".") for part in experts.modules for own in part.parameters}
+    marked = tuple(replace(parameter, is_expert=parameter.name in shared) for parameter in parameters)
+    return UnitClass(name, marked, experts=experts.num_experts)
 
 
 def _flow(problem: Problem, found: Arrangement, units: Sequence[UnitRef]) -> tuple[tuple[Edge, ...], str | None]:

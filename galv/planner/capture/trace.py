@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galv.planner.capture.operators import describe, storage_key, tensors_in
-from galv.planner.graph import Operator, Phase
+from galv.planner.graph import Axis, CollectiveKind, Operator, Phase
 
 
 class Timeline:
@@ -91,6 +91,8 @@ class Trace:
     backward_peak_bytes: int = 0
     forward_end: int = 0
     """The number of memory events when backward began."""
+    products: dict[int, int] = field(default_factory=dict)
+    """By storage of the result, the last plain matrix product of backward that made it, as its place in `operators`."""
 
     @property
     def saved_bytes(self) -> int:
@@ -113,7 +115,11 @@ class Trace:
 
     def end_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Backward is over; what `gradients` of parameters hold is not counted as memory of the stretch."""
-        numbers = (self.memory.number(grad) for grad in gradients if grad is not None)
+        made = [grad for grad in gradients if grad is not None]
+        keys = {storage_key(grad) for grad in made} & self.products.keys()
+        for place in (self.products[key] for key in keys):
+            self.operators[place] = replace(self.operators[place], is_weight_gradient=True)
+        numbers = (self.memory.number(grad) for grad in made)
         own = frozenset(number for number in numbers if number is not None)
         peak = self.memory.peak(self.forward_end, len(self.memory.events), own)
         self.backward_peak_bytes = max(self.backward_peak_bytes, peak)
@@ -150,6 +156,8 @@ class Recorder(TorchDispatchMode):
             return out
         inputs = list(tensors_in((args, kwargs)))
         module = self.modules[-1] if self.modules else ""
+        if self.phase == "backward" and func is torch.ops.aten.mm.default:
+            trace.products[storage_key(out)] = len(trace.operators)
         trace.operators.append(describe(func, args, kwargs, out, self.phase, module))
         held = {storage_key(tensor) for tensor in inputs}
         for tensor in tensors_in(out):
@@ -165,9 +173,19 @@ class Recorder(TorchDispatchMode):
                 self.trace = self.stretch_of(node._sequence_nr())
         return self.trace
 
-    def record(self, operator: Operator) -> None:
-        """Adds an operator that is no aten call: a collective."""
+    def record_collective(self, kind: CollectiveKind, full: Tensor, axis: Axis) -> None:
+        """Adds an operator that is no aten call: a collective over `axis` that has `full` to move."""
         if self.trace is not None:
+            operator = Operator(
+                name=kind,
+                kind="collective",
+                phase=self.phase,
+                module=self.modules[-1] if self.modules else "",
+                dtype=str(full.dtype).removeprefix("torch."),
+                bytes_read=full.numel() * full.element_size(),
+                collective=kind,
+                axis=axis,
+            )
             self.trace.operators.append(operator)
 
     # -- saved tensors

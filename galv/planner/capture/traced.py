@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from galv.planner.capture.emulate import Emulation
+from galv.planner.capture.experts import find_experts
 from galv.planner.capture.facts import NOTHING, block_facts, extended, facts_of, joined, size_bytes, traced_block
 from galv.planner.capture.opaque import Opaque
 from galv.planner.capture.operators import tensors_in
@@ -21,7 +23,17 @@ from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
 from galv.planner.capture.trace import Recorder
 from galv.planner.graph import Exclusion, UnitFacts
-from galv.planner.plan import Layout, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout, absolute_name
+from galv.planner.plan import (
+    ContextMode,
+    ExpertLayout,
+    Layout,
+    ModuleLayout,
+    Redistribution,
+    SequenceLayout,
+    SequenceMode,
+    TensorParallelLayout,
+    absolute_name,
+)
 
 FEW, MANY = 2, 4
 """Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
@@ -44,6 +56,21 @@ class ClassPlace:
     """The stand-in of a module that is not traced."""
 
 
+class Layouts(NamedTuple):
+    """What one rank is of: the layouts on the tensor, context and expert axes, None where an axis has one rank."""
+
+    tensor: TensorParallelLayout | None
+    sequence: SequenceLayout | None
+    experts: tuple[ExpertLayout, int] | None = None
+    """Those that are shared out, and over how many ranks."""
+
+    def text(self, exclude: set[str] | None = None) -> str:
+        """The same for equal layouts, `exclude` left out of the one on the tensor axis."""
+        tensor = "" if self.tensor is None else self.tensor.model_dump_json(exclude=exclude)
+        experts = "" if self.experts is None else f"ep{self.experts[1]}"
+        return tensor + ("" if self.sequence is None else self.sequence.model_dump_json()) + experts
+
+
 class TracedFacts:
     """The `FactsSource` of a captured model."""
 
@@ -57,14 +84,25 @@ class TracedFacts:
         self._samples: dict[str, UnitSample] = {}
         self._lent_by_size: dict[int, dict[int, dict[int, int]]] = {}
         self._layouts: dict[tuple[str, int, SequenceMode], TensorParallelLayout | Exclusion] = {}
+        self._sequence_layouts: dict[tuple[str, ContextMode, int, int], SequenceLayout | Exclusion] = {}
+        self._experts: dict[str, ExpertLayout | Exclusion] = {}
 
     # -- questions
 
-    def facts(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def facts(
+        self,
+        unit_class: str,
+        layout: TensorParallelLayout | None,
+        microbatch: int,
+        *,
+        sequence: SequenceLayout | None = None,
+        ep: int = 1,
+    ) -> UnitFacts:
         """The facts of `unit_class` for `microbatch` samples on one rank; `layout` None means tp 1."""
-        key = (unit_class, "" if layout is None else layout.model_dump_json(), microbatch)
+        layouts = Layouts(layout, sequence, None if ep == 1 else (self._experts_of(unit_class), ep))
+        key = (unit_class, layouts.text(), microbatch)
         if key not in self._facts:
-            self._facts[key] = self._found(unit_class, layout, microbatch)
+            self._facts[key] = self._found(unit_class, layouts, microbatch)
         return self._facts[key]
 
     def layout(self, unit_class: str, degree: int, sequence: SequenceMode) -> TensorParallelLayout | Exclusion:
@@ -77,6 +115,61 @@ class TracedFacts:
         if key not in self._layouts:
             self._layouts[key] = find_layout(self.sample(unit_class), degree, sequence)
         return self._layouts[key]
+
+    def sequence_layout(
+        self, unit_class: str, mode: ContextMode, degree: int, *, tp: int = 1
+    ) -> SequenceLayout | Exclusion:
+        """The cut of the sequence over `degree` ranks, each with a tensor axis of `tp`, or why there is none."""
+        from galv.planner.sharding import find_sequence_layout  # it imports the sample type from here
+
+        place = self.places[unit_class]
+        if place.opaque is not None or not place.is_block:
+            return Exclusion(
+                f"{unit_class} is no repeated block that was traced; only those are cut along the sequence"
+            )
+        key = (unit_class, mode, degree, tp)
+        if key not in self._sequence_layouts:
+            self._sequence_layouts[key] = find_sequence_layout(self.sample(unit_class), mode, degree, tp=tp)
+        return self._sequence_layouts[key]
+
+    def expert_exclusion(self, unit_class: str, degree: int, *, tp: int = 1) -> Exclusion | None:
+        """Why the experts cannot be shared out over `degree` ranks; None where they can."""
+        found = self.expert_layout(unit_class)
+        if isinstance(found, Exclusion):
+            return found
+        if found.num_experts % degree:
+            return Exclusion(f"the {found.num_experts} experts of {unit_class} cannot be shared by {degree} ranks")
+        return None if tp == 1 else self._beside_tensor_axis(found, tp)
+
+    def _beside_tensor_axis(self, experts: ExpertLayout, tp: int) -> Exclusion | None:
+        """What keeps experts that are cut over `tp` ranks each from being shared out over others."""
+        held = {part.module for part in experts.modules}
+        layouts = [self.layout(experts.unit_class, tp, mode) for mode in ("none", "megatron")]
+        found = [layout for layout in layouts if isinstance(layout, TensorParallelLayout)]
+        stored = (x for layout in found for part in layout.modules if part.module in held for x in _stored(part))
+        if any(layout.kind == "S" and layout.dim == 0 for layout in stored):
+            return Exclusion(f"the tensor axis of {tp} ranks shares out the experts of {experts.unit_class} itself")
+        return None if found else next(layout for layout in layouts if isinstance(layout, Exclusion))
+
+    def expert_layout(self, unit_class: str) -> ExpertLayout | Exclusion:
+        """Where the experts of a unit class are, or why it has none to share out."""
+        if unit_class not in self._experts:
+            self._experts[unit_class] = self._found_experts(unit_class)
+        return self._experts[unit_class]
+
+    def _found_experts(self, unit_class: str) -> ExpertLayout | Exclusion:
+        place = self.places[unit_class]
+        if not place.is_block:
+            return Exclusion(f"{unit_class} is no repeated block")
+        sample = self.sample(unit_class)
+        if len(sample.calls) > 1:
+            return Exclusion(f"{unit_class} runs more than once")
+        return find_experts(unit_class, sample.modules[0][1], sample.calls[0], self.skeleton.device)
+
+    def _experts_of(self, unit_class: str) -> ExpertLayout:
+        found = self.expert_layout(unit_class)
+        assert not isinstance(found, Exclusion), found.reason
+        return found
 
     def sample(self, unit_class: str) -> UnitSample:
         """An example unit of the class with the calls that it receives."""
@@ -127,32 +220,33 @@ class TracedFacts:
         inputs, known = model_inputs(self.source, num_samples, self.dtype)
         return self.skeleton.run(inputs, known, emulate, stops_at_block=stops_at_block)
 
-    def _found(self, unit_class: str, layout: TensorParallelLayout | None, microbatch: int) -> UnitFacts:
+    def _found(self, unit_class: str, layout: Layouts, microbatch: int) -> UnitFacts:
         if microbatch in (1, FEW, MANY):
             return self._traced(unit_class, layout, microbatch)
         few, many = (self._traced(unit_class, layout, size) for size in (FEW, MANY))
         found = extended((FEW, few), (MANY, many), microbatch)
         return self._traced(unit_class, layout, microbatch) if found is None else found
 
-    def _traced(self, unit_class: str, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _traced(self, unit_class: str, layout: Layouts, num_samples: int) -> UnitFacts:
         place = self.places[unit_class]
         key = (unit_class, _content(layout, place), num_samples)
         if key not in self._exact:
             self._exact[key] = self._trace(place, layout, num_samples)
         return self._exact[key]
 
-    def _trace(self, place: ClassPlace, layout: TensorParallelLayout | None, num_samples: int) -> UnitFacts:
+    def _trace(self, place: ClassPlace, layout: Layouts, num_samples: int) -> UnitFacts:
         run = self.run(num_samples)
         pieces = [(2 * run.calls[i].before + 1, self._call_facts(place, run.calls[i], layout)) for i in place.calls]
-        local = run if place.calls or layout is None else self._local_run(place, layout, num_samples)
+        cut = None if place.calls else layout.tensor
+        local = run if cut is None else self._local_run(place, cut, num_samples)
         pieces += [(2 * i, self._stretch_facts(local, run, i, num_samples)) for i in place.stretches]
         return joined([facts for _, facts in sorted(pieces, key=lambda piece: piece[0])] or [NOTHING])
 
-    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: TensorParallelLayout | None) -> UnitFacts:
+    def _call_facts(self, place: ClassPlace, call: BlockCall, layout: Layouts) -> UnitFacts:
         if place.opaque is not None:
             return _opaque_facts(place.opaque, call)
         block = self.skeleton.model.get_submodule(call.name)
-        facts = block_facts(block, _module_call(call), self.skeleton.device, layout)
+        facts = block_facts(block, _module_call(call), self.skeleton.device, *layout)
         # An input of the model is there anyway, whoever saves it.
         return replace(facts, input_bytes=0, input_is_saved=False) if call.activation in call.given else facts
 
@@ -218,11 +312,13 @@ def _module_call(call: BlockCall) -> ModuleCall:
     return ModuleCall("", call.args, call.kwargs, call.activation)
 
 
-def _content(layout: TensorParallelLayout | None, place: ClassPlace) -> str:
+def _content(layout: Layouts, place: ClassPlace) -> str:
     """What of a layout makes a difference to the trace: around the blocks, the sequence mode does not."""
-    if layout is None or place.opaque is not None:
-        return ""
-    return layout.model_dump_json(exclude=None if place.calls else {"sequence"})
+    return "" if place.opaque is not None else layout.text(None if place.calls else {"sequence"})
+
+
+def _stored(part: ModuleLayout) -> Iterator[Layout]:
+    return (change.source for change in part.parameters.values())
 
 
 def _made_around(call: BlockCall, saved: frozenset[int]) -> Iterator[tuple[int, int, int]]:

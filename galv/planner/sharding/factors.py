@@ -56,6 +56,8 @@ class Builder:
     output: tuple[int, ...]
     sizes: list[int] = field(default_factory=list)
     fixed: set[int] = field(default_factory=set)
+    divides_rows: bool = False
+    """Whether products may be cut along the rows of their left operand."""
 
     @classmethod
     def of(cls, node: fx.Node) -> Builder:

@@ -45,7 +45,7 @@ def find_layout(
     stored = _stored_elsewhere(unit, degree)
     parts: list[_Solved] = []
     try:
-        for trace in _traces(unit):
+        for trace in traces_of(unit):
             is_block = unit.repeated and len(unit.calls) == 1
             question = Question(trace, degree, sequence if is_block else "none", rates or Rates(), stored)
             reason = _hindrance(question)
@@ -69,7 +69,7 @@ def find_layout(
 _TRACES: WeakKeyDictionary[UnitSample, list[Trace]] = WeakKeyDictionary()
 
 
-def _traces(unit: UnitSample) -> list[Trace]:
+def traces_of(unit: UnitSample) -> list[Trace]:
     """The graph of each call of the unit, made once for all degrees."""
     if unit not in _TRACES:
         _TRACES[unit] = [trace_call(call, unit.module(call.module)) for call in unit.calls]

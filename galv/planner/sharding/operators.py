@@ -22,12 +22,14 @@ from galv.planner.sharding.factors import (
 Reader = Callable[[Builder, fx.Node], Factors]
 
 
-def factors_of(node: fx.Node) -> Factors:
+def factors_of(node: fx.Node, *, divides_rows: bool = False) -> Factors:
     """The correspondence of dims in an aten call whose nodes carry their values in `meta["val"]`.
 
     An operator that is neither in the table nor tagged as pointwise by torch is opaque: its tensors stay whole.
+    `divides_rows`: products may be cut along samples and sequence, for the axis sums the gradients of weights.
     """
     build = Builder.of(node)
+    build.divides_rows = divides_rows
     reader = _READERS.get(operator_name(node))
     if reader is not None:
         return reader(build, node)
@@ -165,10 +167,10 @@ def einsum(build: Builder, node: fx.Node) -> Factors:
 def _rows(build: Builder, shape: Sequence[int]) -> Dims:
     """The dims of a left operand before the summed one, where the right operand is one matrix.
 
-    The first two are a batch and a sequence. They stay whole: to cut them is data parallelism, with the weight's
-    gradient to be summed, and a plan has other axes for that.
+    The first two are a batch and a sequence. On the tensor axis they stay whole: to cut them is data or context
+    parallelism, with the weight's gradient to be summed, and a plan has other axes for that.
     """
-    return build.fresh(shape[:-1], fixed=(0, 1))
+    return build.fresh(shape[:-1], fixed=() if build.divides_rows else (0, 1))
 
 
 def _product(
@@ -184,6 +186,28 @@ def _product(
         linear=linear_in(*({i, *added} for i in factors)),
         is_product=True,
     )
+
+
+def grouped_product(build: Builder, node: fx.Node) -> Factors:
+    """Rows in groups, each with a matrix of its own. The groups stay whole: they are no equal parts."""
+    rows, matrices, *rest = build.inputs
+    if len(rows) != 2 or len(matrices) != 3:
+        return build.opaque()
+    row, inner = build.new(rows[0], fixed=True), build.new(rows[1])
+    outer = build.new(matrices[2])
+    inputs = [(row, inner), ((), inner, outer), *(tuple(() for _ in shape) for shape in rest)]
+    return _product(build, inputs, (row, outer), inner)
+
+
+def index(build: Builder, node: fx.Node) -> Factors:
+    """Rows picked by one tensor of positions."""
+    table, *picks = build.inputs
+    listed = argument(node, 1, "indices")
+    if len(picks) != 1 or not isinstance(listed[0], fx.Node):
+        return build.opaque()
+    rest = build.fresh(table[1:])
+    picked = build.fresh(picks[0], fixed=range(len(picks[0])))
+    return build.done([((), *rest), picked], (*picked, *rest), linear=linear_in({0}))
 
 
 def attention(build: Builder, node: fx.Node) -> Factors:
@@ -250,9 +274,11 @@ _READERS: dict[str, Reader] = {
     "addmm": addmm,
     **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
     "baddbmm": baddbmm,
+    "_grouped_mm": grouped_product,
     "einsum": einsum,
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
+    "index": index,
     **dict.fromkeys(("zeros", "ones", "full"), uniform),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
 }

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from galv.localize import localize, with_integers
+from galv.planner.capture.known_values import GroupedProducts
 from galv.planner.plan import LocalArgument, ModuleLayout, Redistribution, SequenceMode, TensorParallelLayout
 from galv.planner.sharding.choices import Choice
 from galv.planner.sharding.place import Place, global_shape, local_shape, place_of
 from galv.planner.sharding.sizes import Shape, local_sizes, misplaced_bounds
-from galv.planner.sharding.trace import Call, Input, OwnParameter, Trace
+from galv.planner.sharding.trace import Call, OwnParameter, Trace
 from galv.planner.sharding.watch import FunctionCounter, Site, constants_in, counted, shapes_in
 
 
@@ -52,11 +54,30 @@ def local_arguments(
     return found
 
 
-class _Rehearsal:
-    """One run."""
+def misfit_on_shards(trace: Trace, chosen: Sequence[Choice], degree: int) -> Misfit | None:
+    """The call that does not run on one of `degree` parts of the sequence, as it is; None when all do."""
+    layout = TensorParallelLayout(unit_class="", degree=degree, sequence="none", modules=())
+    try:
+        _Rehearsal(trace, chosen, layout, mend=False, exchanges=True).run()
+    except _MisfitError as error:
+        return error.misfit
+    return None
 
-    def __init__(self, trace: Trace, chosen: Sequence[Choice], layout: TensorParallelLayout, *, mend: bool) -> None:
+
+class _Rehearsal:
+    """One run. `exchanges`: attention is not computed but believed, for its ranks exchange what they lack."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        chosen: Sequence[Choice],
+        layout: TensorParallelLayout,
+        *,
+        mend: bool,
+        exchanges: bool = False,
+    ) -> None:
         self.trace, self.layout, self.degree, self.mend = trace, layout, layout.degree, mend
+        self.exchanges = exchanges
         self.places = [choice.output for choice in chosen]
         self.stored = {
             (id(self._module(node.mark.module)), node.mark.name): choice.stored
@@ -73,7 +94,7 @@ class _Rehearsal:
         args, kwargs = self._inputs()
         handles = []
         try:
-            with torch.enable_grad(), self.counter, counted(trace.name, trace.module, self.counter):
+            with torch.enable_grad(), GroupedProducts(), self.counter, counted(trace.name, trace.module, self.counter):
                 handles = localize(self._module, self.layout, self._redistribute, self._local_parameter)
                 trace.module(*args, **kwargs)
         except _MisfitError:
@@ -93,15 +114,15 @@ class _Rehearsal:
         return self.trace.module.get_submodule(name.removeprefix(self.trace.name).removeprefix("."))
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call, places = self.trace.call, {}
-        for node in self.trace.nodes_of("input"):
-            assert isinstance(node.mark, Input)
-            places[node.mark.name] = self.places[node.index]
-        args = tuple(self._part(value, places.get(str(i))) for i, value in enumerate(call.args))
-        return args, {key: self._part(value, places.get(key)) for key, value in call.kwargs.items()}
+        call = self.trace.call
+        places = iter([self.places[node.index] for node in self.trace.nodes_of("input")])
+        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        local = [self._part(x, next(places)) if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(local, spec)
+        return args, kwargs
 
-    def _part(self, value: Any, place: Place | None) -> Any:
-        if place is None or not place.is_sharded or not isinstance(value, Tensor):
+    def _part(self, value: Tensor, place: Place | None) -> Tensor:
+        if place is None or not place.is_sharded:
             return value
         return value.new_empty(local_shape(tuple(value.shape), place, self.degree))
 
@@ -154,6 +175,8 @@ class _Rehearsal:
             misplaced = misplaced_bounds(call, args, kwargs)
         if misplaced:
             return None, misplaced
+        if self.exchanges and call.site.function == "scaled_dot_product_attention":
+            return args[0].new_empty(wanted[0]), ""
         try:
             output = func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from galv.errors import ModelError
+from galv.planner.capture.known_values import GroupedProducts
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.sharding.watch import (
     FunctionCounter,
@@ -150,7 +151,7 @@ def trace_call(call: ModuleCall, module: nn.Module) -> Trace:
         return recorder.run(args, kwargs)
 
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), GroupedProducts():
             graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*(x.detach() for x in tensors_in(leaves)))
     except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]

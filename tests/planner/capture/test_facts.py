@@ -20,6 +20,7 @@ from galv.planner.capture.attention import fused_attention
 from galv.planner.capture.facts import extended
 from galv.planner.capture.known_values import KnownValues
 from galv.planner.capture.source import resolve_model
+from galv.planner.capture.traced import Layouts
 from galv.planner.graph import ModelGraph, UnitFacts
 
 SEQ_LEN, MICROBATCH = 32, 2
@@ -216,7 +217,7 @@ def test_facts_extend_to_any_microbatch(config: Config, name: str) -> None:
     source = resolve_model(config(name), seq_len=SEQ_LEN)
     graph = capture(source, precision="bf16", device_kind="cuda")
     for unit_class, place in graph.source.places.items():  # type: ignore[attr-defined]
-        traced = graph.source._trace(place, None, 7)  # type: ignore[attr-defined]
+        traced = graph.source._trace(place, Layouts(None, None), 7)  # type: ignore[attr-defined]
         assert graph.source.facts(unit_class, None, 7) == traced
 
 

@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from galv.planner.capture.glue import glue_for
 from galv.planner.capture.skeleton import differentiable
 from galv.planner.graph import ModelGraph, UnitFacts
+from galv.runtime.borders import with_borders
 from galv.runtime.pipeline import build_stage
+from galv.runtime.sized_glue import sized
 from tests.families import FAMILIES, graph_of, pipelined, real_batch, real_model
 
 NUM_SAMPLES = 2
@@ -129,7 +131,7 @@ def test_stages_compute_what_the_model_computes(name: str, folder: Path) -> None
     cuts = tuple(sorted({count // 3, 2 * count // 3, count - 1} - {0}))
     plan = pipelined(found, cuts, NUM_SAMPLES)
     expected, gradients = trained(model, lambda: differentiable(model(**batch))[0])
-    glue = glue_for(model, plan)
+    glue = with_borders(sized(glue_for(model, plan), plan), plan)
     stages = [build_stage(model, plan, glue, i, torch.device("cpu")) for i in range(len(plan.stages))]
 
     def piped() -> Tensor:

@@ -14,7 +14,9 @@ from galv.planner.capture.glue import glue_for
 from galv.planner.capture.source import resolve_model
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import TensorParallelLayout
+from galv.runtime.borders import with_borders
 from galv.runtime.pipeline import build_stage
+from galv.runtime.sized_glue import sized
 from tests.families import graph_of, pipelined
 
 
@@ -73,7 +75,7 @@ def test_a_model_with_an_opaque_module_is_cut_into_stages() -> None:
     """Its stages compute what the model does."""
     graph, model, x = captured(opaque=("picky",)), Chooser(), torch.randn(4, 8)
     plan = pipelined(graph, (1, 2), 4)
-    glue = glue_for(model, plan)
+    glue = with_borders(sized(glue_for(model, plan), plan), plan)
     stages = [build_stage(model, plan, glue, i, torch.device("cpu")) for i in range(3)]
     (first,) = stages[0](x=x)
     (second,) = stages[1](first)

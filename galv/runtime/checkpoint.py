@@ -1,0 +1,214 @@
+"""Checkpoints of a training run: weights, optimizer, random states and step, by torch.distributed.checkpoint.
+
+Each checkpoint is a folder `step-00000100`, written beside as `.partial` and renamed when it is complete: whatever
+happens, the newest complete one stays. Tensors are saved under the model's own names in the shards that ranks hold, so
+a run can go on under another plan for the same model: only fused projections, which a tensor axis cuts chunk by chunk,
+would come back in another order under another tensor degree, and are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from galv.errors import RunError, UsageError
+from galv.planner.plan import Plan
+from galv.runtime.module import ParallelModule
+
+_NAME = re.compile(r"step-(\d{8})")
+_PLAN = "plan.json"
+"""In a checkpoint's folder, the plan that it was saved under; written last."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. Every rank calls the same methods in the same order; all must see the folder."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self._folder, self._keep = folder, keep
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every complete checkpoint, by step."""
+        found = [(_NAME.fullmatch(path.name), path) for path in self._folder.glob("step-*")]
+        return sorted((int(match[1]), path) for match, path in found if match and (path / _PLAN).is_file())
+
+    def save(self, step: int, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+        """Saves the run after `step`, whole or not at all, and drops the oldest checkpoints.
+
+        Raises RunError, on every rank, when it cannot be written; those before it stay.
+        """
+        final = self._folder / f"step-{step:08d}"
+        partial = final.with_suffix(".partial")
+        try:
+            self._on_rank_0(lambda: _emptied(partial))
+            dcp.save(_state(module, optimizer), checkpoint_id=partial)
+            self._on_rank_0(lambda: _completed(partial, final, module.plan))
+        except (OSError, dcp.api.CheckpointException) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise RunError(self._not_saved(step, error)) from error
+        self._on_rank_0(self._drop_oldest)
+
+    def resume(self, module: ParallelModule, optimizer: torch.optim.Optimizer) -> int:
+        """The step that the newest complete checkpoint was saved after, which is loaded; 0 when there is none.
+
+        Raises UsageError when it is of another model or optimizer, or of a plan that cannot be gone on from.
+        """
+        found = [self.complete()[-1:] if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        if not found[0]:
+            return 0
+        ((step, folder),) = found[0]
+        _load(folder, module, optimizer)
+        return int(step)
+
+    def _drop_oldest(self) -> None:
+        for _, folder in self.complete()[: -self._keep]:
+            shutil.rmtree(folder)
+
+    def _not_saved(self, step: int, error: BaseException) -> str:
+        complete = self.complete()
+        last = f"the last complete one is {complete[-1][1]}" if complete else "there is none before it"
+        return f"cannot save a checkpoint after step {step} in {self._folder}: {_cause(error)}; {last}"
+
+    def _on_rank_0(self, action: Any) -> None:
+        """Runs `action` on rank 0 while the others wait; what it raises is raised everywhere."""
+        failure: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except OSError as error:
+                failure = [_cause(error)]
+        dist.broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise OSError(failure[0])
+
+
+def _emptied(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _completed(partial: Path, final: Path, plan: Plan) -> None:
+    (partial / _PLAN).write_text(plan.to_json(), encoding="utf-8")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _cause(error: BaseException) -> str:
+    """The reason in one line; of a collective failure that of its first rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (first, _) = next(iter(failures.items()))
+        return f"{_cause(first)} (rank {rank})"
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+
+
+# ----------------------------------------------------------------------------------------------- what is saved
+
+
+def _state(module: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in module.own_tensors().items()}
+    for name, key, value in _optimizer_entries(module, optimizer):
+        state[f"optimizer.{name}.{key}"] = value
+    for i, random in enumerate(module.random_states):
+        state[f"random.{dist.get_rank()}.{i}"] = random
+    state["loss_scale"] = torch.tensor(module.loss_scale_state, dtype=torch.float64)
+    return state
+
+
+def _optimizer_entries(module: ParallelModule, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    for name, parameter in _parameters(module):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                yield name, key, value
+
+
+def _parameters(module: ParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of this rank once, under its first name."""
+    seen: set[int] = set()
+    for name, tensor in module.own_tensors().items():
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+# ----------------------------------------------------------------------------------------------- what is loaded
+
+
+def _load(folder: Path, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    old = Plan.from_json((folder / _PLAN).read_text(encoding="utf-8"))
+    _check(old, module.plan, folder)
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    _make_optimizer_state(module, optimizer, saved)
+    state = _state(module, optimizer)
+    wanted = {key: value for key, value in state.items() if not key.startswith("random.") or key in saved}
+    dcp.load(wanted, checkpoint_id=folder)
+    for name, key, value in list(_optimizer_entries(module, optimizer)):
+        if not isinstance(value, Tensor):
+            parameter = dict(_parameters(module))[name]
+            optimizer.state[parameter][key] = wanted[f"optimizer.{name}.{key}"]
+    if old.num_devices == module.plan.num_devices:
+        module.random_states = tuple(
+            wanted.get(f"random.{dist.get_rank()}.{i}", now) for i, now in enumerate(module.random_states)
+        )
+    value, good_steps = wanted["loss_scale"].tolist()
+    module.loss_scale_state = value, int(good_steps)
+
+
+def _make_optimizer_state(module: ParallelModule, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Gives every parameter the state entries that the checkpoint has for it, to be filled."""
+    by_parameter: dict[str, list[str]] = {}
+    for entry in saved:
+        if entry.startswith("optimizer."):
+            name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+            by_parameter.setdefault(name, []).append(key)
+    for name, parameter in _parameters(module):
+        for key in by_parameter.get(name, []):
+            kind = saved[f"optimizer.{name}.{key}"]
+            if not isinstance(kind, TensorStorageMetadata):
+                optimizer.state[parameter][key] = None
+            elif kind.size == parameter.shape:
+                optimizer.state[parameter][key] = torch.zeros_like(parameter, dtype=kind.properties.dtype)
+            else:
+                optimizer.state[parameter][key] = torch.zeros(kind.size, dtype=kind.properties.dtype)
+
+
+def _check(old: Plan, new: Plan, folder: Path) -> None:
+    for what, before, now in (
+        ("model", f"{old.model.name} ({old.model.fingerprint})", f"{new.model.name} ({new.model.fingerprint})"),
+        ("optimizer", old.training.optimizer, new.training.optimizer),
+        ("precision", old.training.precision, new.training.precision),
+    ):
+        if before != now:
+            raise UsageError(
+                f"the checkpoint {folder} is of {what} {before}, but the plan is for {now}; go on with a plan like its "
+                f"own ({folder / _PLAN}), or name another folder to start anew"
+            )
+    chunked, now_chunked = _chunked(old), _chunked(new)
+    for name in chunked.keys() | now_chunked.keys():
+        if chunked.get(name) != now_chunked.get(name):
+            raise UsageError(
+                f"the checkpoint {folder} holds {name} cut in chunks for tp {chunked.get(name, 1)}, and the plan has "
+                f"tp {now_chunked.get(name, 1)}; go on with a plan of its tensor degree ({folder / _PLAN})"
+            )
+
+
+def _chunked(plan: Plan) -> dict[str, int]:
+    """The tensor degree of every parameter whose parts lie chunk by chunk, by unit and name within it."""
+    found = {}
+    for unit in plan.units():
+        layout = plan.layout_of(unit)
+        for module in layout.modules if layout else ():
+            for name, change in module.parameters.items():
+                if change.source.chunks > 1:
+                    found[f"{unit.name}.{module.module}.{name}"] = unit.strategy.tp
+    return found
