@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from galv.planner.capture.attention import DeviceKind
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
-from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.skeleton import detached, differentiable
 from galv.planner.capture.trace import Recorder, Trace
 from galv.planner.graph import Operator, UnitFacts
 from galv.planner.plan import TensorParallelLayout
+from galv.storages import storage_key, tensors_in
 
 _HELD_KINDS = ("matmul", "attention")
 """Operators whose outputs selective recompute keeps."""
