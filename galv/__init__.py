@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, estimate, graph, parallelize, plan
+    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -39,6 +39,7 @@ __all__ = [
     "__version__",
     "build_model",
     "capture",
+    "check",
     "estimate",
     "graph",
     "parallelize",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan"),
+    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from galv.planner.capture.source import ModelSource
     from galv.planner.plan import InputSpec
     from galv.planner.space import Request
+    from galv.runtime.check_report import Check
     from galv.runtime.module import ParallelModule
 
 GIB = 2**30
@@ -232,24 +233,93 @@ def parallelize(
     )
 
 
+def check(
+    plan: Plan,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    example_inputs: Any = None,
+    *,
+    rank: int | None = None,
+    all_stages: bool = False,
+) -> Check:
+    """The plan's training step as one rank runs it at the plan's full world size, beside the plan's estimate.
+
+    The real runtime runs on one CPU, with tensors that have no memory and collectives that return at once: what it
+    holds, byte by byte, and every collective that it calls. `rank` is by default the first one of the fullest stage;
+    `all_stages` runs the first rank of each. `model` and `example_inputs` are needed where the plan was made from an
+    object. Raises ModelError when the model is not the plan's, UsageError for a rank that the plan has not.
+    """
+    from galv.cost_models.collectives import step_collectives
+    from galv.planner.capture.attention import fused_attention
+    from galv.planner.capture.glue import glue_for
+    from galv.runtime.check_report import compared
+    from galv.runtime.dry_run import dry_run
+
+    if plan.training.stack != "galv":
+        raise UsageError(f"this plan prices how {plan.training.stack} would run, which galv cannot check")
+    if rank is not None and all_stages:
+        raise UsageError("check one rank or one of every stage, not both")
+    source = _source_of(plan, model, example_inputs)
+    per_stage = plan.num_devices // plan.pipeline.degree
+    fullest = max(range(plan.pipeline.degree), key=lambda stage: plan.estimate.peak_bytes[stage])
+    chosen = fullest * per_stage if rank is None else _whole("rank", rank, least=0)
+    runs = [
+        dry_run(
+            source.build,
+            plan,
+            each,
+            glue=lambda model: glue_for(model, plan),
+            fingerprint=lambda model: _fingerprint(model, plan),
+            kernels=lambda: fused_attention(plan.cluster.kind),
+        )
+        for each in (range(0, plan.num_devices, per_stage) if all_stages else [chosen])
+    ]
+    graph = _graph_of(plan, source)
+    return compared(plan, runs, {run.stage: step_collectives(plan, graph, run.stage) for run in runs})
+
+
 def build_model(plan: Plan) -> nn.Module:
     """The model that `plan` was made for, on the meta device.
 
     Raises ModelError when it was planned from an object, and when its inputs are no longer those of the plan.
     """
-    from galv.planner.capture.source import resolve_model
-
     if plan.model.source is None:
         raise ModelError(
             "this plan was made from a model object, so only a script that has the model can run it: "
             "galv run PLAN SCRIPT, with galv.parallelize(model, plan) in the script"
         )
-    source = resolve_model(plan.model.source, plan.model.inputs_source, seq_len=plan.training.seq_len)
-    _check_inputs(source, plan)
-    return source.build()
+    return _source_of(plan).build()
 
 
 # ----------------------------------------------------------------------------------------------- inside
+
+
+def _source_of(plan: Plan, model: Any = None, example_inputs: Any = None) -> ModelSource:
+    """Where the plan's model comes from. Raises ModelError when its inputs are no longer those of the plan."""
+    from galv.planner.capture.source import resolve_model
+
+    if model is None and plan.model.source is None:
+        raise ModelError("this plan was made from a model object: galv.check(plan, model, example_inputs) can check it")
+    seq_len = plan.training.seq_len
+    if model is None:
+        source = resolve_model(str(plan.model.source), plan.model.inputs_source, seq_len=seq_len)
+    else:
+        source = resolve_model(model, example_inputs, seq_len=seq_len)
+    _check_inputs(source, plan)
+    return source
+
+
+def _graph_of(plan: Plan, source: ModelSource) -> ModelGraph:
+    """The plan's model, captured with the plan's units. Raises ModelError when it is another model."""
+    from galv.planner.capture import capture
+
+    blocks = [unit.modules[0] for unit in plan.units() if unit.is_block and len(unit.modules) == 1]
+    opaque = [unit.modules[0] for unit in plan.units() if unit.is_opaque]
+    wishes: list[dict[str, Any]] = [{}, {"units": blocks or None, "opaque": opaque}]
+    for wish in wishes:
+        graph = capture(source, precision=plan.training.precision, device_kind=plan.cluster.kind, **wish)
+        if graph.fingerprint == plan.model.fingerprint:
+            return graph
+    raise ModelError(f"the plan was made for another model than this {source.name}; plan again for this model")
 
 
 def _cluster(cluster: str | ClusterProfile) -> ClusterProfile:
@@ -406,4 +476,4 @@ def _captured(
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "capture", "estimate", "graph", "parallelize", "plan"]
+__all__ = ["build_model", "capture", "check", "estimate", "graph", "parallelize", "plan"]

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.check import check
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
@@ -32,6 +33,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(graph)
 app.command()(show)
+app.command()(check)
 app.command(cls=RunCommand)(run)
 
 

@@ -73,8 +73,16 @@ def _not_run(unit: Unit) -> Iterator[str]:
         yield f"unit {unit.name}: galv does not run hybrid sharding (dp_replicate {strategy.dp_replicate})"
     if strategy.ep > 1:
         yield f"unit {unit.name}: galv does not run expert parallelism (ep {strategy.ep})"
-    if strategy.offload:
-        yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
+    if "parameters" in strategy.offload and strategy.zero != 3:
+        yield (
+            f"unit {unit.name}: parameters are offloaded under zero 3 only, not zero {strategy.zero}, where a copy of "
+            "them stays on the device; offload 'optimizer' there"
+        )
+    elif strategy.zero == 3 and ("parameters" in strategy.offload) != ("optimizer" in strategy.offload):
+        yield (
+            f"unit {unit.name}: under zero 3 the optimizer's masters are the parameters; offload both or neither, not "
+            f"{', '.join(strategy.offload)}"
+        )
 
 
 def _batch(plan: Plan) -> Iterator[str]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from galv.planner.plan import Plan, Precision, Unit
 from galv.runtime.replicas import Replicas
@@ -81,22 +81,30 @@ def _depth(group: tuple[Unit, ...]) -> int:
 
 def uses_ddp(plan: Plan) -> bool:
     """Whether DistributedDataParallel runs this plan."""
-    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units())
+    plain = all(unit.strategy.zero == 0 and unit.strategy.tp == 1 for unit in plan.units()) and not _offloads(plan)
     return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
 
 
 def uses_fsdp(plan: Plan) -> bool:
     """Whether `fully_shard` runs this plan; where neither it nor DDP does, there is nothing to reduce or cast."""
-    return not uses_ddp(plan) and (plan.data_parallel_degree > 1 or plan.training.precision != "fp32")
+    needed = plan.data_parallel_degree > 1 or plan.training.precision != "fp32" or _offloads(plan)
+    return needed and not uses_ddp(plan)
 
 
-def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:
+def _offloads(plan: Plan) -> bool:
+    """Whether masters of some unit lie on the host."""
+    return any("optimizer" in unit.strategy.offload for unit in plan.units())
+
+
+def shard(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision, offload: OffloadPolicy
+) -> FSDPModule:
     """One FSDP group of `modules`, in place, over their `Meshes.data`. Apply to inner modules first."""
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     target: Any = list(modules) if len(modules) > 1 else modules[0]
-    fully_shard(target, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(target, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, offload_policy=offload)
     group = modules[0]
     assert isinstance(group, FSDPModule), "fully_shard makes its modules FSDP modules"
     # gloo knows only sums, and NCCL sums without copies; the division is of the reduced shard.

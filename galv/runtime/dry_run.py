@@ -4,15 +4,16 @@ Everything is the runtime's own: `parallelize`, forward, backward and schedule, 
 tensors are fake and collectives return at once (`fake_world`), so one CPU can stand for any rank of any cluster. One
 step warms up: optimizers make their state in the first, and libraries what they keep. The next one is watched.
 
-Microbatches in the middle of a step do what their neighbours do. Of many, a few are run, and one of the middle counts
-for those left out. (Under GPipe all are alive at once, and all are run.)
+Microbatches in the middle of a step do what the first and the last of them have in common. Of many, a few are run, and
+that counts for those left out. (Under GPipe all are alive at once, and all are run.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +25,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from galv.errors import ModelError, UsageError
 from galv.planner.plan import Plan
 from galv.runtime.fake_world import fake_world
+from galv.runtime.initializing import on_meta
 from galv.runtime.loss import loss_of
 from galv.runtime.mesh import Meshes
 from galv.runtime.module import ParallelModule
 from galv.runtime.parallelize import parallelize
+from galv.runtime.pipeline import StageModule
 from galv.runtime.ties import named_tensors
 from galv.runtime.watch import MEMORY_KINDS, Call, MemoryKind, Watch
+from galv.storages import tensors_in
 
-MIDDLE = 3
-"""Microbatches run beyond those in flight: a first, one of the middle, a last."""
 MAX_NORM = 1.0
 
 
@@ -99,8 +102,8 @@ def dry_run(
         raise UsageError(f"the plan has ranks 0 to {plan.num_devices - 1}, not {rank}")
     stage = rank // (plan.num_devices // plan.pipeline.degree)
     short = _with_fewer_microbatches(plan, stage)
-    model = build()
-    with fake_world(plan.num_devices, rank) as mode:
+    model = on_meta(build())
+    with fake_world(plan.num_devices, rank, all_to_all=plan.cluster.kind == "cuda") as mode:
         values = _Values(model, mode)
         module = parallelize(
             model,
@@ -113,7 +116,7 @@ def dry_run(
         )
         watch = Watch()
         try:
-            with mode, kernels(), watch.hooks():
+            with mode, kernels(), watch.hooks(), _few_objects():
                 first = _run(module, short, watch)
             axes = _axes(module)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -138,7 +141,7 @@ def dry_run(
 def _with_fewer_microbatches(plan: Plan, stage: int) -> Plan:
     """The same plan with a global batch of as many microbatches as tell what one of any number does and holds."""
     count, degree = plan.training.num_microbatches, plan.pipeline.degree
-    enough = count if plan.pipeline.schedule == "gpipe" else min(count, degree - stage + MIDDLE - 1)
+    enough = count if plan.pipeline.schedule == "gpipe" else min(count, degree - stage + (2 if degree > 1 else 1))
     enough = min(count, max(enough, degree)) if degree > 1 else enough
     batch = plan.training.global_batch * enough // count
     training = plan.training.model_copy(update={"num_microbatches": enough, "global_batch": batch})
@@ -158,6 +161,17 @@ class _Values:
             return None if tensor is None else torch.empty_like(tensor, device="cpu", requires_grad=False)
 
 
+@contextlib.contextmanager
+def _few_objects() -> Iterator[None]:
+    """Python's collector leaves alone what is there before: it would take longer than the step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _batch(plan: Plan) -> dict[str, Tensor]:
     """One rank's samples of a step."""
     samples = plan.micro_batch * plan.training.num_microbatches
@@ -173,43 +187,62 @@ def _batch(plan: Plan) -> dict[str, Tensor]:
 def _run(module: ParallelModule, plan: Plan, watch: Watch) -> int:
     """Trains for two steps, the first one to warm up; gives the index of the second one's first mark."""
     batch = _batch(plan)
+    hosted = _on_the_host(module)
     with torch.no_grad():
-        watch.settle(module.parameters(), "parameters")
+        for parameter in module.parameters():
+            watch.settle([parameter], "host" if id(parameter) in hosted else "parameters")
         watch.settle(module.buffers(), "parameters")
         watch.settle(batch.values(), "temporaries")
     optimizer = module.optimizer()
     with watch:
-        _step(module, optimizer, watch, lambda: _warm_up(module, plan, batch))
+        _step(module, optimizer, watch, hosted, lambda: _warm_up(module, plan, batch))
         first = len(watch.marks)
         watch.calls.clear()
         watch.num_prepared = 0
-        _step(module, optimizer, watch, lambda: module.train_step(batch))
+        _step(module, optimizer, watch, hosted, lambda: module.train_step(batch))
     return first
 
 
+def _on_the_host(module: ParallelModule) -> set[int]:
+    """The ids of the parameters that FSDP keeps in the host's memory, as their gradients and their state are."""
+    states = (part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule))
+    groups = (group for state in states if (group := state._fsdp_param_group) is not None)
+    return {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}
+
+
 def _warm_up(module: ParallelModule, plan: Plan, batch: dict[str, Tensor]) -> None:
-    """Gradients of one microbatch where that can be had, of all with a pipeline."""
-    if plan.pipeline.degree > 1:
-        module.train_step(batch)
-        return
+    """The gradients of one microbatch, nothing sent or received."""
     dims = {spec.name: spec.batch_dim for spec in plan.model.inputs}
     count = plan.training.num_microbatches
     one = {name: t if (dim := dims[name]) is None else t.chunk(count, dim)[0] for name, t in batch.items()}
-    loss_of(module(**one)).backward()
+    stage = module.model
+    if not isinstance(stage, StageModule):
+        loss_of(module(**one)).backward()
+        return
+    given = [torch.empty_like(c.meta, device="cpu", requires_grad=c.needs_grad) for c in stage.crossings_in]
+    output = stage(*given, **{name: one[name] for name in stage.input_names})
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
 
 
 def _step(
-    module: ParallelModule, optimizer: torch.optim.Optimizer, watch: Watch, accumulate: Callable[[], object]
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    watch: Watch,
+    hosted: set[int],
+    accumulate: Callable[[], object],
 ) -> None:
     watch.begin("forward")
     accumulate()
-    watch.settle((p.grad for p in module.parameters() if p.grad is not None), "gradients")
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            watch.settle([parameter.grad], "host" if id(parameter) in hosted else "gradients")
     watch.begin("clip")
     module.clip_grad_norm_(MAX_NORM)
     watch.begin("update")
     optimizer.step()
-    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
-    watch.settle(state, "optimizer")
+    for parameter, state in optimizer.state.items():
+        watch.settle(tensors_in(state), "host" if id(parameter) in hosted else "optimizer")
     optimizer.zero_grad()
 
 
@@ -255,8 +288,12 @@ def _counted(
     calls: list[tuple[int, Call]], axes: dict[tuple[int, ...], str], num_left_out: int
 ) -> tuple[Collective, ...]:
     """The collectives of a step, those of microbatches that were left out added."""
-    counts: Counter[tuple[str, str, int]] = Counter()
+    counts, by_microbatch = Counter[tuple[str, str, int]](), (Counter[Any](), Counter[Any]())
     for prepared, call in calls:
-        axis = axes.get(call.ranks, f"{len(call.ranks)} ranks")
-        counts[call.kind, axis, call.num_bytes] += 1 + (num_left_out if prepared == 2 else 0)
+        key = (call.kind, axes.get(call.ranks, f"{len(call.ranks)} ranks"), call.num_bytes)
+        counts[key] += 1
+        if prepared in (1, 2):
+            by_microbatch[prepared - 1][key] += 1
+    for key, count in (by_microbatch[0] & by_microbatch[1]).items():
+        counts[key] += num_left_out * count
     return tuple(Collective(kind, axis, size, count) for (kind, axis, size), count in sorted(counts.items()))

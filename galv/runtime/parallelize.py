@@ -21,6 +21,7 @@ from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
+from galv.runtime.offload import ActivationOffload, HostMemory, state_policy
 from galv.runtime.pipeline import StageModule, build_stage
 from galv.runtime.randomness import Randomness, ShardRegions, seed_from
 from galv.runtime.recompute import apply_recompute
@@ -79,6 +80,8 @@ def parallelize(
     _shard_root(here)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
+    # Last, when it is known what of a unit are parameters.
+    _offload_activations(here)
     return _finished(here, Targets(shifts_labels(model), targets), seed)
 
 
@@ -197,7 +200,18 @@ def _shard(here: _Here, group: Group) -> None:
         return
     mesh = here.meshes.data(group.unit.strategy)
     modules = [here.module(name) for unit in group.units for name in unit.modules]
-    here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision), group.zero)
+    offload = state_policy((unit.strategy for unit in group.units), here.device)
+    here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision, offload), group.zero)
+
+
+def _offload_activations(here: _Here) -> None:
+    units = [unit for unit in here.units if "activations" in unit.strategy.offload]
+    if not units:
+        return
+    offload = ActivationOffload(HostMemory(here.device))
+    for unit in units:
+        for name in unit.modules:
+            offload.add(here.module(name))
 
 
 def _shard_root(here: _Here) -> None:

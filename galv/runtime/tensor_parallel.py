@@ -119,8 +119,12 @@ def _goes_by_replication(source: Layout, target: Layout, mesh: DeviceMesh) -> bo
     gloo has none; DTensor would gather and cut, too, and warn.
     """
     if source.kind == target.kind == "S":
-        return source.chunks > 1 or target.chunks > 1 or mesh.device_type == "cpu"
+        return source.chunks > 1 or target.chunks > 1 or _lacks_all_to_all(mesh)
     return (source.kind, target.kind) == ("P", "R+")
+
+
+def _lacks_all_to_all(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cpu"
 
 
 def _move(tensor: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:

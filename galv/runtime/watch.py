@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galv.runtime.data_parallel import GradientSync
 from galv.runtime.fake_world import stand_in
+from galv.runtime.offload import HostMemory
 from galv.storages import Timeline, storage_key, tensors_in
 
 MemoryKind = Literal[
@@ -65,6 +67,8 @@ class Watch(TorchDispatchMode):
     """With the number of microbatches that had been prepared before each."""
     marks: list[_Mark] = field(default_factory=list)
     num_prepared: int = 0
+    answers: bool = True
+    """Whether tensors have no values, so that what the program asks them for has to be made up."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -85,7 +89,7 @@ class Watch(TorchDispatchMode):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self.memory.add(local)
             number = self.memory.number(local)
-            if number is not None:
+            if number is not None and self.kinds.get(number) not in ("gradients", "host"):
                 self.kinds[number] = kind
 
     @contextlib.contextmanager
@@ -97,6 +101,8 @@ class Watch(TorchDispatchMode):
             (FSDPParamGroup, "post_backward"): self._reduces,
             (GradientSync, "prepare"): self._prepares,
             (torch.UntypedStorage, "resize_"): self._resizes,
+            (PipelineScheduleSingle, "_initialize_stage"): self._greets,
+            (HostMemory, "store"): self._stores,
         }
         with contextlib.ExitStack() as stack:
             for (owner, name), wrap in patched.items():
@@ -108,12 +114,12 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come here too
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if self.answers and func is torch.ops.aten._local_scalar_dense.default:
             return stand_in(args[0])
         kwargs = kwargs or {}
         self._note_backward()
         out = func(*args, **kwargs)
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self._note_call(func, args, kwargs, out)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             if not self.memory.holds(storage_key(tensor)):
@@ -170,12 +176,13 @@ class Watch(TorchDispatchMode):
 
     def _reduces(self, own: Any) -> Any:
         def reduce(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            self.settle(_unsharded_gradients(group), "reductions")
+            self.settle(_unsharded_gradients(group), "reductions" if group.reduce_grads else "gradients")
             with self.within("reductions"):
                 result = own(group, *args, **kwargs)
             for parameter in group.fsdp_params:
-                held = (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad)
-                self.settle((gradient for gradient in held if gradient is not None), "gradients")
+                reduced, whole = parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
+                self.settle([] if whole is None else [whole], "gradients")
+                self.settle([] if reduced is None else [reduced], "host" if parameter.offload_to_cpu else "gradients")
             return result
 
         return reduce
@@ -186,6 +193,24 @@ class Watch(TorchDispatchMode):
             own(sync, last=last)
 
         return prepare
+
+    def _stores(self, own: Any) -> Any:
+        def store(memory: HostMemory, tensor: Tensor) -> Tensor:
+            with self.within("host"):
+                return own(memory, tensor)
+
+        return store
+
+    def _greets(self, own: Any) -> Any:
+        """Neighbours agree on how they will talk, in their first step only: no part of a step."""
+
+        def greet(*args: Any, **kwargs: Any) -> Any:
+            calls = list(self.calls)
+            result = own(*args, **kwargs)
+            self.calls[:] = calls
+            return result
+
+        return greet
 
     def _resizes(self, own: Any) -> Any:
         def resize(storage: Any, size: int) -> Any:

@@ -92,6 +92,7 @@ def facts_of(trace: Trace, *, input_bytes: int, output_bytes: int) -> UnitFacts:
         forward_peak_bytes=trace.forward_peak_bytes,
         backward_peak_bytes=trace.backward_peak_bytes,
         input_is_saved=trace.input_is_saved,
+        num_recomputed=trace.num_before_last_saved,
     )
 
 
@@ -110,6 +111,7 @@ def joined(parts: Sequence[UnitFacts]) -> UnitFacts:
         forward_peak_bytes=max(sum(saved[:i]) + part.forward_peak_bytes for i, part in enumerate(parts)),
         backward_peak_bytes=max(0.0, *(p.backward_peak_bytes - sum(saved[i + 1 :]) for i, p in enumerate(parts))),
         input_is_saved=parts[0].input_is_saved,
+        num_recomputed=parts[0].num_recomputed,
     )
 
 
@@ -131,6 +133,7 @@ def extended(low: tuple[int, UnitFacts], high: tuple[int, UnitFacts], microbatch
     return UnitFacts(
         operators=tuple(operator for operator in operators if operator is not None),
         input_is_saved=first.input_is_saved,
+        num_recomputed=first.num_recomputed,
         **{name: _between(getattr(first, name), getattr(second, name), share) for name in sizes + peaks},
     )
 

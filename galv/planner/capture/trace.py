@@ -36,6 +36,8 @@ class Trace:
     activation_key: int | None = None
     """The storage among them that carries the activation."""
     input_is_saved: bool = False
+    num_before_last_saved: int = 0
+    """Operators that ran before the last tensor was saved."""
     output_keys: set[int] = field(default_factory=set)
     """Storages that are the activation of the next unit: where saved, they count there."""
     forward_peak_bytes: int = 0
@@ -126,7 +128,10 @@ class Recorder(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that autograd saves, for the stretch that made it: a `pack` hook."""
         trace, key = self.trace, storage_key(tensor)
-        if trace is None or key in self.parameter_keys:
+        if trace is None:
+            return tensor
+        trace.num_before_last_saved = len(trace.operators)
+        if key in self.parameter_keys:
             return tensor
         trace.input_is_saved |= key == trace.activation_key
         if key in trace.given:
