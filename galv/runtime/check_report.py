@@ -120,7 +120,7 @@ def _collective_terms(
     estimated: Counter[tuple[str, str, int]] = Counter()
     units: dict[tuple[str, str, int], set[str]] = {}
     for call in predicted:
-        key = (call.kind, call.axis, call.num_bytes)
+        key: tuple[str, str, int] = (call.kind, call.axis, call.num_bytes)
         estimated[key] += call.count
         units.setdefault(key, set()).update({classes[call.unit]} if call.unit else ())
     checked = {(call.kind, call.axis, call.num_bytes): call.count for call in run.collectives}

@@ -241,8 +241,8 @@ def _step(
     module.clip_grad_norm_(MAX_NORM)
     watch.begin("update")
     optimizer.step()
-    for parameter, state in optimizer.state.items():
-        watch.settle(tensors_in(state), "host" if id(parameter) in hosted else "optimizer")
+    for owner, state in optimizer.state.items():
+        watch.settle(tensors_in(state), "host" if id(owner) in hosted else "optimizer")
     optimizer.zero_grad()
 
 

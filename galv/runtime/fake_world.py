@@ -32,7 +32,9 @@ from galv.runtime.replicas import Replicas
 def fake_world(world_size: int, rank: int, *, all_to_all: bool) -> Iterator[FakeTensorMode]:
     """The mode that makes tensors fake, in a process group of `world_size` in which this process is `rank`.
 
-    Devices are CPUs to torch, which differ from GPUs in what they call: `all_to_all` says whether they have that. Raises RunError when there is a process group already.
+    Devices are CPUs to torch, which differ from GPUs in what they call: `all_to_all` says whether they have that.
+
+    Raises RunError when there is a process group already.
     """
     if dist.is_initialized():
         raise RunError("a plan is checked in a process of its own, and this one is in a process group already")

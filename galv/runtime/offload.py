@@ -3,8 +3,8 @@
 * `activations`: what a unit keeps for backward goes to the host as forward makes it and comes back for its backward.
   The unit before is fetched while one computes, so that copies run beside computation (as vDNN, arXiv 1602.08124).
   Parameters are kept by others and stay. With recomputation it is the unit's input that goes.
-* `optimizer`: fp32 masters, their gradients and the optimizer's moments; the update runs on the host (ZeRO-Offload, arXiv
-  2101.06840). The device has the gathered copy that it computes with.
+* `optimizer`: fp32 masters, their gradients and the optimizer's moments; the update runs on the host (ZeRO-Offload,
+  arXiv 2101.06840). The device has the gathered copy that it computes with.
 * `parameters`: the same under zero 3, where nothing of a unit is on the device but while it runs (ZeRO-Infinity, arXiv
   2104.07857). Masters are the parameters there, so both go together.
 

@@ -257,9 +257,9 @@ _KINDS = (
 
 
 def _group(named: dict[str, Any]) -> dist.ProcessGroup:
-    group = named.get("process_group", named.get("group_name"))
+    group: Any = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a kind of text
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
