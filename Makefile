@@ -14,7 +14,7 @@ setup: $(READY) ## make .venv and install galv with what it needs for developmen
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev,transformers]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[dev,reports,transformers]' --constraint constraints.txt
 	@touch $@
 
 demo: $(READY) ## plan a real model, then plan and train a small one on this machine

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan
+    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan, sweep
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -44,10 +44,11 @@ __all__ = [
     "graph",
     "parallelize",
     "plan",
+    "sweep",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan"),
+    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

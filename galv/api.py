@@ -6,12 +6,13 @@ Planning imports torch only to trace the model; the search and the cost models a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
-from galv.errors import ModelError, UnknownName, UsageError
+from galv.errors import ModelError, NoFeasiblePlan, UnknownName, UsageError
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from galv.cost_models.unit import FactsPricer
     from galv.planner.capture.report import GraphReport
     from galv.planner.capture.source import ModelSource
-    from galv.planner.plan import InputSpec
     from galv.planner.space import Request
+    from galv.planner.sweep import Sweep
     from galv.runtime.check_report import Check
     from galv.runtime.module import ParallelModule
 
@@ -87,6 +88,59 @@ def plan(
         alternatives=alternatives(shared, found, request.budget_bytes),
         search=answer.report,
     )
+
+
+def sweep(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    clusters: Sequence[str],
+    global_batches: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    precision: Precision | None = None,
+    optimizer: OptimizerName = "adamw",
+    price_per_device_hour: float | None = None,
+    reporter: Reporter | None = None,
+) -> Sweep:
+    """The best plan for every combination of `clusters`, `seq_lens` and `global_batches`, side by side.
+
+    Clusters may hold lists in braces, such as `h100-sxm-80:8x{1,2,4}`. Where nothing fits or divides, the point says
+    why. Other arguments as for `plan`. Raises UsageError for what cannot be meant at any point.
+    """
+    from galv.planner.sweep import Sweep, SweepPoint, expanded
+
+    reporter = reporter or Reporter()
+    profiles = [load_cluster(one) for cluster in clusters for one in expanded(cluster)]
+    if not profiles or not global_batches:
+        raise UsageError(
+            "a sweep needs at least one cluster and one global batch; there is no "
+            + ("global batch" if profiles else "cluster")
+        )
+    lengths: Sequence[int | None] = seq_lens or [None]
+    wanted = list(product(lengths, global_batches, profiles))
+    points, name = [], ""
+    for done, (seq_len, global_batch, profile) in enumerate(wanted):
+        reporter.phase(f"{profile.spec}, batch {global_batch}" + (f", sequence {seq_len}" if seq_len else ""))
+        reporter.progress(done, len(wanted))
+        try:
+            found = plan(
+                model,
+                example_inputs,
+                cluster=profile,
+                global_batch=global_batch,
+                seq_len=seq_len,
+                precision=precision,
+                optimizer=optimizer,
+            )
+        except (NoFeasiblePlan, UsageError) as error:
+            if isinstance(error, (ModelError, UnknownName)):
+                raise
+            reason = str(error).splitlines()[0]
+            points.append(SweepPoint(profile.spec, profile.num_devices, seq_len, global_batch, reason))
+            continue
+        name = found.model.name
+        points.append(SweepPoint.of(found, price_per_device_hour))
+    return Sweep(name or str(model), tuple(points))
 
 
 def capture(
@@ -218,6 +272,7 @@ def parallelize(
     Raises RunError when the world size is not the plan's, UsageError when the model or the name of its targets is not.
     """
     from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of
     from galv.runtime.parallelize import parallelize as apply
 
     if plan.training.stack != "galv":
@@ -229,7 +284,7 @@ def parallelize(
         device=device,
         seed=seed,
         targets=targets,
-        fingerprint=_fingerprint(model, plan),
+        fingerprint=fingerprint_of(model, plan),
     )
 
 
@@ -251,6 +306,7 @@ def check(
     from galv.cost_models.collectives import step_collectives
     from galv.planner.capture.attention import fused_attention
     from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of, graph_of, source_of
     from galv.runtime.check_report import compared
     from galv.runtime.dry_run import dry_run
 
@@ -258,7 +314,7 @@ def check(
         raise UsageError(f"this plan prices how {plan.training.stack} would run, which galv cannot check")
     if rank is not None and all_stages:
         raise UsageError("check one rank or one of every stage, not both")
-    source = _source_of(plan, model, example_inputs)
+    source = source_of(plan, model, example_inputs)
     per_stage = plan.num_devices // plan.pipeline.degree
     fullest = max(range(plan.pipeline.degree), key=lambda stage: plan.estimate.peak_bytes[stage])
     chosen = fullest * per_stage if rank is None else _whole("rank", rank, least=0)
@@ -268,12 +324,12 @@ def check(
             plan,
             each,
             glue=lambda model: glue_for(model, plan),
-            fingerprint=lambda model: _fingerprint(model, plan),
+            fingerprint=lambda model: fingerprint_of(model, plan),
             kernels=lambda: fused_attention(plan.cluster.kind),
         )
         for each in (range(0, plan.num_devices, per_stage) if all_stages else [chosen])
     ]
-    graph = _graph_of(plan, source)
+    graph = graph_of(plan, source)
     return compared(plan, runs, {run.stage: step_collectives(plan, graph, run.stage) for run in runs})
 
 
@@ -282,44 +338,12 @@ def build_model(plan: Plan) -> nn.Module:
 
     Raises ModelError when it was planned from an object, and when its inputs are no longer those of the plan.
     """
-    if plan.model.source is None:
-        raise ModelError(
-            "this plan was made from a model object, so only a script that has the model can run it: "
-            "galv run PLAN SCRIPT, with galv.parallelize(model, plan) in the script"
-        )
-    return _source_of(plan).build()
+    from galv.planner.capture.of_plan import source_of
+
+    return source_of(plan).build()
 
 
 # ----------------------------------------------------------------------------------------------- inside
-
-
-def _source_of(plan: Plan, model: Any = None, example_inputs: Any = None) -> ModelSource:
-    """Where the plan's model comes from. Raises ModelError when its inputs are no longer those of the plan."""
-    from galv.planner.capture.source import resolve_model
-
-    if model is None and plan.model.source is None:
-        raise ModelError("this plan was made from a model object: galv.check(plan, model, example_inputs) can check it")
-    seq_len = plan.training.seq_len
-    if model is None:
-        source = resolve_model(str(plan.model.source), plan.model.inputs_source, seq_len=seq_len)
-    else:
-        source = resolve_model(model, example_inputs, seq_len=seq_len)
-    _check_inputs(source, plan)
-    return source
-
-
-def _graph_of(plan: Plan, source: ModelSource) -> ModelGraph:
-    """The plan's model, captured with the plan's units. Raises ModelError when it is another model."""
-    from galv.planner.capture import capture
-
-    blocks = [unit.modules[0] for unit in plan.units() if unit.is_block and len(unit.modules) == 1]
-    opaque = [unit.modules[0] for unit in plan.units() if unit.is_opaque]
-    wishes: list[dict[str, Any]] = [{}, {"units": blocks or None, "opaque": opaque}]
-    for wish in wishes:
-        graph = capture(source, precision=plan.training.precision, device_kind=plan.cluster.kind, **wish)
-        if graph.fingerprint == plan.model.fingerprint:
-            return graph
-    raise ModelError(f"the plan was made for another model than this {source.name}; plan again for this model")
 
 
 def _cluster(cluster: str | ClusterProfile) -> ClusterProfile:
@@ -391,40 +415,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_inputs(source: ModelSource, plan: Plan) -> None:
-    """Nothing when the inputs of `source` are those that `plan` describes."""
-    from galv.planner.capture.inputs import input_specs
-
-    found = input_specs(source.example, plan.model.num_samples, source.limits)
-    if [_form(spec) for spec in found] != [_form(spec) for spec in plan.model.inputs]:
-        raise ModelError(
-            f"{source.name} takes {', '.join(map(_described, found))}, but the plan is for "
-            f"{', '.join(map(_described, plan.model.inputs))}; plan again"
-        )
-    for spec in plan.model.inputs:
-        limit = source.limits.get(spec.name)
-        if limit is not None and (spec.high or 0) > limit:
-            raise ModelError(f"input {spec.name} of {source.name} is below {limit}, but the plan says {spec.high}")
-
-
-def _form(spec: InputSpec) -> tuple[Any, ...]:
-    return spec.name, spec.shape, spec.dtype, spec.batch_dim
-
-
-def _described(spec: InputSpec) -> str:
-    samples = "the same for all samples" if spec.batch_dim is None else f"samples along dim {spec.batch_dim}"
-    return f"{spec.name} {spec.dtype} {spec.shape} ({samples})"
-
-
-def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
-    """The fingerprint of `model` with the units of `plan`; None when it lacks one of their modules."""
-    from galv.planner.capture.fingerprint import fingerprint_as
-    from galv.planner.graph import UnitRef
-
-    units = [UnitRef(unit.name, unit.unit_class, unit.modules, unit.parameters) for unit in plan.units()]
-    return fingerprint_as(model, units)
-
-
 def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Request) -> ModelGraph:
     return capture(
         model,
@@ -476,4 +466,4 @@ def _captured(
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "capture", "check", "estimate", "graph", "parallelize", "plan"]
+__all__ = ["build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"]

@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from galv.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from galv.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +158,79 @@ def become(task: Task, launcher: Launcher) -> None:
 # ----------------------------------------------------------------------------------------------- starting ranks
 
 
-def start_ranks(task: Task, num_ranks: int, *, on_gpus: bool) -> int:
-    """The exit status of `num_ranks` ranks on this machine: 0, or that of the rank that failed first."""
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks there are, and where those of several nodes meet."""
+
+    per_node: int
+    num_nodes: int = 1
+    endpoint: str | None = None
+    """HOST:PORT of one node; None when all ranks are on this machine."""
+
+    @classmethod
+    def of(cls, plan: Plan, endpoint: str | None) -> Ranks:
+        """The ranks of `plan`: on its nodes where they have an endpoint to meet at, else all on this machine.
+
+        Raises UsageError for an endpoint that is none.
+        """
+        if endpoint is None:
+            return cls(plan.num_devices)
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise UsageError(f"--rdzv-endpoint is HOST:PORT of one of the nodes, such as node0:29500, not {endpoint!r}")
+        return cls(plan.cluster.devices_per_node, plan.cluster.num_nodes, endpoint)
+
+
+def torchrun_words(task: Task, ranks: Ranks) -> list[str]:
+    """The command line after `torchrun` that starts this machine's ranks."""
+    if ranks.endpoint is None:
+        place = ["--standalone"]
+    else:
+        name = f"galv-{task.plan.stem}"
+        place = ["--nnodes", str(ranks.num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", ranks.endpoint]
+        place += ["--rdzv-id", name]
+    # torchrun passes on the signals that it handles. Ctrl-C instead ends the ranks as it closes, by SIGTERM: as an
+    # interrupt each rank would answer it with a traceback.
+    signals = ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT"]
+    module = ["--module"] if task.is_module else []
+    return [*place, "--nproc-per-node", str(ranks.per_node), *signals, *module, task.program, *task.arguments]
+
+
+def printed_command(task: Task, ranks: Ranks) -> str:
+    """What `galv run` would start on each node, to paste into a shell."""
+    return f"GALV_PLAN={shlex.quote(str(task.plan))} torchrun {shlex.join(torchrun_words(task, ranks))}"
+
+
+def slurm_script(plan: Plan, words: Sequence[str]) -> str:
+    """A job script for `sbatch` in which every task is one rank of `galv run WORDS`."""
+    cluster = plan.cluster
+    gpus = [f"#SBATCH --gpus-per-node={cluster.devices_per_node}"] if cluster.kind == "cuda" else []
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"#SBATCH --job-name=galv-{plan.model.name}",
+            f"#SBATCH --nodes={cluster.num_nodes}",
+            f"#SBATCH --ntasks-per-node={cluster.devices_per_node}",
+            *gpus,
+            "",
+            f"srun galv run {shlex.join(words)}",
+            "",
+        ]
+    )
+
+
+def start_ranks(task: Task, ranks: Ranks, *, on_gpus: bool) -> int:
+    """The exit status of this machine's ranks: 0, or that of the rank that failed first."""
     os.environ["GALV_PLAN"] = str(task.plan)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks.per_node)))
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    check_devices(num_ranks, on_gpus=on_gpus)
+    check_devices(ranks.per_node, on_gpus=on_gpus)
     logging.disable(logging.ERROR)
-    flags = ["--standalone", "--nproc-per-node", str(num_ranks), *(["--module"] if task.is_module else [])]
-    # torchrun passes on the signals that it handles. Ctrl-C instead ends the ranks as it closes, by SIGTERM: as an
-    # interrupt each rank would answer it with a traceback.
-    flags += ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT"]
     try:
-        run(parse_args([*flags, task.program, *task.arguments]))
+        run(parse_args(torchrun_words(task, ranks)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _status(rank, failure.exitcode, quiet=task.is_module)
@@ -192,8 +253,8 @@ def check_devices(num_ranks: int, *, on_gpus: bool) -> None:
         )
     if 0 < present < num_ranks:
         raise UsageError(
-            f"the plan runs on {num_ranks} ranks, but this machine has {present} GPUs; "
-            f"start `galv run` on all nodes at once by torchrun or srun"
+            f"the plan runs on {num_ranks} ranks, but this machine has {present} GPUs; start `galv run` on every node "
+            f"with --rdzv-endpoint HOST:PORT of one of them, or on all at once by torchrun or srun"
         )
 
 

@@ -15,11 +15,13 @@ import typer
 
 from galv import __version__
 from galv.cli.check import check
+from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
+from galv.cli.sweep import sweep
 from galv.errors import GalvError
 
 app = typer.Typer(
@@ -34,6 +36,8 @@ app.command()(estimate)
 app.command()(graph)
 app.command()(show)
 app.command()(check)
+app.command()(diff)
+app.command()(sweep)
 app.command(cls=RunCommand)(run)
 
 

@@ -7,6 +7,7 @@ the work is galv's own trainer on synthetic tokens, or the user's SCRIPT, which 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,16 @@ from typer.core import TyperCommand
 
 from galv.cli import options
 from galv.cli.files import read_plan
-from galv.cli.launch import Task, become, check_world_size, launched_by, start_ranks
+from galv.cli.launch import (
+    Ranks,
+    Task,
+    become,
+    check_world_size,
+    launched_by,
+    printed_command,
+    slurm_script,
+    start_ranks,
+)
 from galv.errors import UsageError
 
 DEFAULT_STEPS = 20
@@ -58,23 +68,56 @@ Seed = Annotated[
 ]
 
 
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Where the nodes of a plan for several meet; start the same command on each.",
+    ),
+]
+PrintCommand = Annotated[bool, typer.Option("--print-command", help="Print what would be started, and start nothing.")]
+SlurmScript = Annotated[bool, typer.Option("--slurm", help="Print a job script for sbatch, and start nothing.")]
+
+
 def run(
-    plan: options.PlanFile, script: Words = None, steps: Steps = None, nproc: NumProcesses = None, seed: Seed = 0
+    plan: options.PlanFile,
+    script: Words = None,
+    steps: Steps = None,
+    nproc: NumProcesses = None,
+    seed: Seed = 0,
+    endpoint: Endpoint = None,
+    print_command: PrintCommand = False,
+    slurm: SlurmScript = False,
 ) -> None:
     """Train under a plan.
 
-    Starts the plan's ranks on this machine; inside torchrun or Slurm, is one of them.
+    Starts the plan's ranks on this machine, or this node's with --rdzv-endpoint; inside torchrun or Slurm, is one of
+    them.
     """
-    cluster = read_plan(plan).cluster
-    num_devices = cluster.num_devices
+    found = read_plan(plan)
     task = _task(plan.absolute(), script or [], steps, seed)
-    launcher = launched_by(os.environ)
+    ranks = Ranks.of(found, endpoint)
     if nproc is not None:
-        check_world_size(nproc, num_devices, source="--nproc")
+        check_world_size(nproc, ranks.per_node, source="--nproc")
+    if slurm:
+        sys.stdout.write(slurm_script(found, _own_words(plan, script, steps, seed)))
+        return
+    if print_command:
+        sys.stdout.write(printed_command(task, ranks) + "\n")
+        return
+    launcher = launched_by(os.environ)
     if launcher is None:
-        raise typer.Exit(start_ranks(task, num_devices, on_gpus=cluster.kind == "cuda"))
-    check_world_size(launcher.world_size, num_devices, source=launcher.name, rank=launcher.rank)
+        raise typer.Exit(start_ranks(task, ranks, on_gpus=found.cluster.kind == "cuda"))
+    check_world_size(launcher.world_size, found.num_devices, source=launcher.name, rank=launcher.rank)
     become(task, launcher)
+
+
+def _own_words(plan: Path, script: list[str] | None, steps: int | None, seed: int) -> list[str]:
+    """The arguments with which `galv run` is to be called again."""
+    if script:
+        return [str(plan), *script]
+    return [str(plan), *(["--steps", str(steps)] if steps else []), *(["--seed", str(seed)] if seed else [])]
 
 
 def _task(plan: Path, words: list[str], steps: int | None, seed: int) -> Task:

@@ -90,7 +90,7 @@ def _stages(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for index, estimate in enumerate(plan.estimate.stages):
         rows += _stage_rows(index, plan.units_of_rank(index), estimate, plan.cluster.memory_budget_bytes)
-    return f"{_table(rows, right=(3, 4, 5, 6))}\n({_LEGEND})"
+    return f"{table(rows, right=(3, 4, 5, 6))}\n({_LEGEND})"
 
 
 def _stage_rows(
@@ -164,7 +164,7 @@ def _alternatives(plan: Plan) -> str:
         return ""
     rows: list[tuple[str, ...]] = [("by habit", "layout", "step", "against the plan")]
     rows += [_alternative_row(item, plan.estimate.step_seconds) for item in plan.alternatives]
-    return _table(rows, right=(2,))
+    return table(rows, right=(2,))
 
 
 def _alternative_row(item: Alternative, best_seconds: float) -> tuple[str, ...]:
@@ -190,7 +190,8 @@ def _notes(plan: Plan) -> str:
     return "\n".join(f"note: {note}" for note in plan.notes)
 
 
-def _table(rows: Sequence[Sequence[str]], *, right: Iterable[int]) -> str:
+def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    """`rows` as aligned text, the first being the headings; columns `right` are flush right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     aligned = set(right)
     lines = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from galv.cli import run as run_command
-from galv.cli.launch import Task, check_devices, first_host, launched_by
+from galv.cli.launch import Ranks, Task, check_devices, first_host, launched_by
 from galv.errors import RunError, UsageError
-from tests.cli.conftest import Galv
+from tests.cli.conftest import Galv, small_plan
 
 REPORT = """
 import os, sys
@@ -31,17 +32,26 @@ class Became(Exception):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Task, int]]:
-    """The tasks and rank numbers that `galv run` would have started torchrun with."""
-    calls: list[tuple[Task, int]] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Task, Ranks]]:
+    """The tasks and ranks that `galv run` would have started torchrun with."""
+    calls: list[tuple[Task, Ranks]] = []
 
-    def record(task: Task, num_ranks: int, *, on_gpus: bool) -> int:
+    def record(task: Task, ranks: Ranks, *, on_gpus: bool) -> int:
         assert not on_gpus
-        calls.append((task, num_ranks))
+        calls.append((task, ranks))
         return 0
 
     monkeypatch.setattr(run_command, "start_ranks", record)
     return calls
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Path:
+    """A plan file for two nodes of two devices."""
+    plan = small_plan(num_devices=4)
+    cluster = plan.cluster.model_copy(update={"spec": "cpu:2x2", "devices_per_node": 2, "num_nodes": 2})
+    plan.model_copy(update={"cluster": cluster}).save(tmp_path / "nodes.json")
+    return tmp_path / "nodes.json"
 
 
 @pytest.fixture
@@ -66,9 +76,45 @@ def script(tmp_path: Path) -> Path:
 def test_without_script_the_trainer_runs(run_galv: Galv, started: list[Any], plan_file: Path) -> None:
     """The built-in worker gets the plan, the steps and the seed, on as many ranks as the plan has devices."""
     assert run_galv("run", plan_file, "--steps", "7", "--seed", "5").status == 0
-    ((task, num_ranks),) = started
-    assert num_ranks == 2
+    ((task, ranks),) = started
+    assert ranks == Ranks(per_node=2)
     assert task.words == ["-m", "galv.cli.worker", str(plan_file), "--steps", "7", "--seed", "5"]
+
+
+def test_nodes_meet_at_an_endpoint(run_galv: Galv, started: list[Any], two_nodes: Path) -> None:
+    """With --rdzv-endpoint this machine is one node of the plan's; without it holds all ranks."""
+    assert run_galv("run", two_nodes, "--rdzv-endpoint", "node0:29500").status == 0
+    assert run_galv("run", two_nodes).status == 0
+    assert [ranks for _, ranks in started] == [Ranks(2, 2, "node0:29500"), Ranks(4)]
+
+
+@pytest.mark.parametrize("endpoint", ["node0", "node0:", ":29500", "node0:port", "node0:70000"])
+def test_an_endpoint_that_is_none(run_galv: Galv, two_nodes: Path, endpoint: str) -> None:
+    """It is refused by name."""
+    result = run_galv("run", two_nodes, "--rdzv-endpoint", endpoint)
+    assert (result.status, "HOST:PORT" in result.err) == (2, True)
+
+
+def test_what_would_be_started_is_printed(run_galv: Galv, started: list[Any], two_nodes: Path, script: Path) -> None:
+    """--print-command gives torchrun's command line for every node and starts nothing."""
+    out = run_galv("run", "--print-command", "--rdzv-endpoint", "node0:29500", two_nodes, script, "--lr", "1 e").out
+
+    words = shlex.split(out)
+    assert words[:2] == [f"GALV_PLAN={two_nodes}", "torchrun"]
+    assert words[words.index("--nnodes") + 1] == words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[-3:] == [str(script), "--lr", "1 e"]
+    assert not started
+
+
+def test_a_job_script_for_slurm(run_galv: Galv, started: list[Any], two_nodes: Path, script: Path) -> None:
+    """Its tasks are the plan's ranks, and each calls this very command."""
+    out = run_galv("run", "--slurm", two_nodes, script, "--lr", "1 e").out
+
+    lines = out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(lines)
+    assert lines[-1] == f"srun galv run {two_nodes} {script} --lr '1 e'"
+    assert not started
 
 
 def test_options_after_the_script_are_the_scripts(

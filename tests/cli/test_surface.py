@@ -52,7 +52,31 @@ SURFACE = {
         "--json",
     },
     "show": {"PLAN.JSON", "--json"},
-    "run": {"PLAN.JSON", "SCRIPT ARGS", "--steps", "--nproc", "--seed"},
+    "check": {"PLAN.JSON", "--rank", "--all-stages", "--json"},
+    "diff": {"A.JSON", "B.JSON", "--json"},
+    "sweep": {
+        "MODEL",
+        "--cluster",
+        "--global-batch",
+        "--seq-len",
+        "--precision",
+        "--optimizer",
+        "--inputs",
+        "--price",
+        "--csv",
+        "--plot",
+        "--json",
+    },
+    "run": {
+        "PLAN.JSON",
+        "SCRIPT ARGS",
+        "--steps",
+        "--nproc",
+        "--seed",
+        "--rdzv-endpoint",
+        "--print-command",
+        "--slurm",
+    },
 }
 
 
