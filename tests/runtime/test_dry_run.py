@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
 }
+CONFIGS["wide"] = CONFIGS["llama"] | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
 def test_every_collective_is_the_estimates_and_states_are_exact(
     configs: Path, model: str, cluster: str, layout: dict[str, Any]
 ) -> None:
+    """Every layout, every stage: not one collective is missing, added or of another size."""
     plan = priced(configs, model, cluster, **layout)
     checked = api.check(plan, all_stages=True)
     assert [rank.stage for rank in checked.ranks] == list(range(plan.pipeline.degree))
@@ -103,7 +105,7 @@ def count_real_calls(plan_json: str) -> Counter[tuple[str, int]]:
     plan = Plan.from_json(plan_json)
     module = api.parallelize(api.build_model(plan), plan)
     optimizer, batches = module.optimizer(), synthetic_batches(plan)
-    for step in range(2):
+    for _ in range(2):
         watch = Watch(answers=False)
         batch = module.shard_batch(next(batches))
         with watch:
@@ -111,12 +113,12 @@ def count_real_calls(plan_json: str) -> Counter[tuple[str, int]]:
             module.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert step in (0, 1)
     return Counter((call.kind, call.num_bytes) for _, call in watch.calls)
 
 
-@pytest.mark.parametrize("layout", [{"zero": 0}, {"zero": 2, "tp": 2}, {"zero": 1, "pp": 2, "micro_batch": 4}])
+@pytest.mark.parametrize("layout", [{"zero": 2, "tp": 2}, {"zero": 1, "pp": 2, "micro_batch": 4}])
 def test_a_real_run_calls_the_same(configs: Path, pool: Pool, layout: dict[str, Any]) -> None:
+    """What a dry run counts is what gloo processes call."""
     plan = priced(configs, "llama", "cpu:4x1", **layout)
     (rank,) = api.check(plan, rank=0).ranks
     expected = Counter[tuple[str, int]]()
@@ -125,7 +127,29 @@ def test_a_real_run_calls_the_same(configs: Path, pool: Pool, layout: dict[str, 
     assert pool.run(count_real_calls, 4, plan.to_json())[0] == expected
 
 
+def real_buckets(plan_json: str) -> list[int]:
+    """The bytes of the buckets that DistributedDataParallel makes in a real run."""
+    from galv.runtime.synthetic import synthetic_batches
+
+    plan = Plan.from_json(plan_json)
+    module = api.parallelize(api.build_model(plan), plan)
+    for _, batch in zip(range(2), synthetic_batches(plan), strict=False):
+        module.train_step(module.shard_batch(batch))
+    sizes = module._parts.called._ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return sorted(int(size) for size in sizes.split(","))
+
+
+def test_buckets_are_those_of_a_real_run(configs: Path, pool: Pool) -> None:
+    """DistributedDataParallel's buckets, in the order in which gradients become ready."""
+    plan = priced(configs, "wide", "cpu:2x1", zero=0)
+    (rank,) = api.check(plan).ranks
+    reduced = [term for term in rank.collectives if term.kind == "all_reduce" and term.num_bytes > 1000]
+    assert rank.collectives_agree and len(reduced) > 1
+    assert sorted(term.num_bytes for term in reduced) == pool.run(real_buckets, 2, plan.to_json())[0]
+
+
 def test_what_cannot_be_checked_is_refused_in_words(configs: Path) -> None:
+    """Ranks that are not there, other models, missing models, a process that is in a group."""
     plan = priced(configs, "llama", "cpu:2x1", zero=2)
     with pytest.raises(UsageError, match="ranks 0 to 1, not 2"):
         api.check(plan, rank=2)
@@ -145,6 +169,7 @@ def test_what_cannot_be_checked_is_refused_in_words(configs: Path) -> None:
 
 
 def test_a_model_object_is_checked_and_left_alone(configs: Path) -> None:
+    """A module of the user's own is copied, not changed."""
     plan = priced(configs, "llama", "cpu:2x1", zero=3)
     model = api.build_model(plan).to_empty(device="cpu")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
@@ -156,6 +181,7 @@ def test_a_model_object_is_checked_and_left_alone(configs: Path) -> None:
 
 
 def test_the_report_is_a_table_and_json(configs: Path) -> None:
+    """Both forms have the terms, the collectives and the phases of the step."""
     checked = api.check(priced(configs, "gpt2", "h100-sxm-80:2x1", zero=2))
     table, data = str(checked), json.loads(checked.to_json())
     assert "collectives agree" in table and "activations" in table
@@ -165,12 +191,15 @@ def test_the_report_is_a_table_and_json(configs: Path) -> None:
 
 
 def test_offloading_takes_bytes_off_the_device(configs: Path) -> None:
+    """Each kind of offload has more on the host and less on the device."""
     plan = priced(configs, "llama", "h100-sxm-80:4x1", zero=3)
     away = [_offloaded(plan, offload) for offload in ((), ("activations",), ("activations", "optimizer", "parameters"))]
     peaks = [api.check(each).ranks[0] for each in away]
     held = [max(phase.num_bytes["host"] for phase in rank.phases) for rank in peaks]
     assert held[0] == 0 < held[1] < held[2]
-    assert peaks[0].checked_peak_bytes > peaks[1].checked_peak_bytes > peaks[2].checked_peak_bytes
+    kept = [max(phase.num_bytes["activations"] for phase in rank.phases) for rank in peaks]
+    assert kept[1] < kept[0] / 2
+    assert peaks[2].checked_peak_bytes < peaks[0].checked_peak_bytes
     update = peaks[2].phases[-1]
     assert update.num_bytes["optimizer"] == update.num_bytes["gradients"] == 0
 

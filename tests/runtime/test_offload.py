@@ -40,6 +40,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_one_device(pool: Pool, case: str) -> None:
+    """Losses, norms and weights are those of one process."""
     chosen, options = CASES[case]
     plan = hand_made_plan(tiny_llama(), chosen, **options)
     ranks = pool.run(train_in_parallel, plan.num_devices, "llama", plan, "adamw")
@@ -64,6 +65,7 @@ class _Counting(offload.HostMemory):
 
 
 def test_each_kept_tensor_goes_once_and_parameters_stay() -> None:
+    """What autograd keeps goes to the host but for weights, and comes back in backward."""
     memory = _Counting()
     away = offload.ActivationOffload(memory)
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
@@ -80,6 +82,7 @@ def test_each_kept_tensor_goes_once_and_parameters_stay() -> None:
 
 
 def test_the_unit_before_is_fetched_ahead() -> None:
+    """Backward of one unit begins to fetch the next one's tensors."""
     memory = _Counting()
     away = offload.ActivationOffload(memory)
     blocks = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
@@ -94,6 +97,7 @@ def test_the_unit_before_is_fetched_ahead() -> None:
 
 
 def test_a_new_tensor_in_the_place_of_an_old_one_is_another() -> None:
+    """Tensors that have gone free their memory, which a new one may get."""
     away = offload.ActivationOffload(offload.HostMemory(torch.device("cpu")))
 
     class Chain(nn.Module):
@@ -118,11 +122,13 @@ def test_a_new_tensor_in_the_place_of_an_old_one_is_another() -> None:
     ],
 )
 def test_what_means_nothing_is_refused(chosen: Strategy, reason: str) -> None:
+    """Combinations that would move nothing are refused with the reason."""
     with pytest.raises(ValueError, match=reason):
         hand_made_plan(tiny_llama(), chosen)
 
 
 def test_masters_lie_on_the_host(pool: Pool) -> None:
+    """Every group of every unit offloads its shards."""
     plan = hand_made_plan(tiny_llama(), strategy(1, 0, "optimizer"))
     assert pool.run(count_offloading_groups, 1, plan) == [5]
 
