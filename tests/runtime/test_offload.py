@@ -139,6 +139,6 @@ def count_offloading_groups(plan: Plan) -> int:
     from tests.runtime.training import parallelize_tiny
 
     module = parallelize_tiny(tiny_llama(), plan)
-    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
+    states = {m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)}  # modules may share one
     groups = [group for state in states if (group := state._fsdp_param_group) is not None]
     return sum(any(parameter.offload_to_cpu for parameter in group.fsdp_params) for group in groups)
