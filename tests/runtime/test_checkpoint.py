@@ -88,8 +88,10 @@ def test_resuming_gives_the_unbroken_losses(pool: Pool, tmp_path: Path, layout: 
     assert resumed == [(2, losses) for losses in unbroken]
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one"), ("ep2 x zero3", "zero3"), ("zero3", "ep4")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one"), ("ep2 x zero3", "zero3"), ("zero3", "ep4")],
+)
 def test_a_run_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     """Weights and moments are those of before, in other shards on other ranks."""
     model = "mixtral" if "ep" in before + after else "llama"
