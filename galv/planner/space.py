@@ -5,7 +5,8 @@ rank, and a number of microbatches. Inside, on the devices D of a stage, a unit'
 
 * a tensor degree that divides D and the devices of a node, with or without sequence-sharded activations between the
   tensor-parallel regions (blocks), or a context axis of any divisor of the rest (blocks; Ulysses or ring);
-* data parallelism on what is left, for microbatches of whole samples, split into shards and replicas in every way;
+* data parallelism on what is left, for microbatches of whole samples, its states cut over all or over neighbours in a
+  node;
 * ZeRO 0 to 3; for experts, any share-out over the data ranks;
 * for blocks, recompute none, selective or full;
 * what is offloaded to the host's memory.
@@ -336,10 +337,14 @@ def _with_experts(
             yield Degrees(degrees.tp, degrees.sequence, degrees.cp, ep)
 
 
-def sharings(degrees: Degrees, dp: int, features: Features) -> Iterator[Sharing]:
-    """How `dp` data ranks can hold a unit's states. With a context axis they are cut over that, too."""
+def sharings(degrees: Degrees, dp: int, devices_per_node: int, features: Features) -> Iterator[Sharing]:
+    """How `dp` data ranks can hold a unit's states: cut over all of them, or over neighbours within a node.
+
+    With a context axis they are cut over that, too.
+    """
+    near = [shard for shard in divisors(dp) if shard == dp or shard * degrees.num_ranks <= devices_per_node]
     for zero in zero_levels(dp * degrees.cp):
-        for shard in divisors(dp) if zero and features.hybrid else (dp if zero else 1,):
+        for shard in near if zero and features.hybrid else (dp if zero else 1,):
             sharing = Sharing(shard, dp // shard, zero)
             cuts = zero == 0 or shard * degrees.cp > 1
             if cuts and (degrees.ep == 1 or fits_together(degrees, sharing)):
@@ -369,7 +374,7 @@ def rows(shared: FactsPricer, candidate: Candidate, unit_class: str) -> list[Row
             continue
         if shared.exclusion(unit_class, degrees) is not None:
             continue
-        for sharing in sharings(degrees, dp, features):
+        for sharing in sharings(degrees, dp, shared.cluster.devices_per_node, features):
             found += [
                 Row(degrees, sharing, what)
                 for what in offloads(sharing.zero, features=features, can_keep_less=block and len(graph.units) > 1)
@@ -479,6 +484,7 @@ def _not_dividing(shared: FactsPricer, request: Request) -> Iterator[tuple[str, 
     node = cluster.devices_per_node
     if cluster.num_nodes > 1:
         yield f"tp>{node}", f"a tensor group of more than {node} devices leaves the node"
+        yield "dp_shard over some ranks of several nodes", "over all ranks less is held, and as much leaves each node"
     for dp in divisors(cluster.num_devices):
         if request.global_batch % dp:
             yield f"dp={dp}", f"the global batch {request.global_batch} is not a multiple of {dp}"
