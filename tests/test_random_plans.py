@@ -46,5 +46,6 @@ def test_draws_reach_all_of_the_space() -> None:
     }
     expected |= {"selective recompute", "full recompute", "units of different tp", "units of different dp"}
     expected |= {"microbatches no multiple of pp", "tied across stages"}
+    expected |= {"activations offloaded", "optimizer offloaded", "parameters offloaded"}
     assert seen == expected
     assert draw_plan("t5", WORLD, 0).plan == plans[0]
