@@ -156,13 +156,16 @@ class Recorder(TorchDispatchMode):
             return out
         inputs = list(tensors_in((args, kwargs)))
         module = self.modules[-1] if self.modules else ""
-        if self.phase == "backward" and func is torch.ops.aten.mm.default:
-            trace.products[storage_key(out)] = len(trace.operators)
+        place = len(trace.operators)
         trace.operators.append(describe(func, args, kwargs, out, self.phase, module))
         held = {storage_key(tensor) for tensor in inputs}
         for tensor in tensors_in(out):
             if storage_key(tensor) not in held:
                 trace.memory.add(tensor)
+                # The name may have been that of a storage that lives no more.
+                trace.products.pop(storage_key(tensor), None)
+        if self.phase == "backward" and func is torch.ops.aten.mm.default:
+            trace.products[storage_key(out)] = place
         return out
 
     def _trace(self) -> Trace | None:
