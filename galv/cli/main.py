@@ -18,6 +18,7 @@ from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
+from galv.cli.profile import profile
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
 from galv.cli.sweep import sweep
@@ -36,6 +37,7 @@ app.command()(graph)
 app.command()(show)
 app.command()(diff)
 app.command()(sweep)
+app.command()(profile)
 app.command(cls=RunCommand)(run)
 
 

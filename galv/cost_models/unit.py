@@ -345,9 +345,7 @@ def _priced(facts: UnitFacts, degrees: Degrees, network: Network, measured: tupl
     """`measured`: by phase, what timing the whole unit says of the sum of its operators."""
     device = network.cluster.device
     summed = unit_seconds(facts, device)
-    ahead, behind = (
-        ratio_at(known, place(x)) if x > 0 else 1.0 for known, x in zip(measured, summed, strict=True)
-    )
+    ahead, behind = (ratio_at(known, place(x)) if x > 0 else 1.0 for known, x in zip(measured, summed, strict=True))
     forward, backward = summed[0] * ahead, summed[1] * behind
     repeated = tuple(op for op in facts.phase("forward") if op.kind == "memory")
     sent, sent_back = (_sent_seconds(facts, phase, degrees, network) for phase in ("forward", "backward"))

@@ -155,7 +155,9 @@ def read_measured(path: str) -> MeasuredProfile:
     try:
         return _parsed(path, Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ClusterError(f"cannot read the profile {path}: {error.strerror}; galv profile -o {path} makes it") from error
+        raise ClusterError(
+            f"cannot read the profile {path}: {error.strerror}; galv profile -o {path} makes it"
+        ) from error
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path} is no profile: it is not text") from error
 
