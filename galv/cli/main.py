@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.calibrate import calibrate
+from galv.cli.devices import devices
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
@@ -38,6 +40,8 @@ app.command()(show)
 app.command()(diff)
 app.command()(sweep)
 app.command()(profile)
+app.command()(calibrate)
+app.command()(devices)
 app.command(cls=RunCommand)(run)
 
 

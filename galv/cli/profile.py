@@ -83,6 +83,14 @@ def profile(
         if chosen.is_launched:
             raise UsageError("--model needs no launch: run galv profile --model without torchrun")
         ranks.add_units(
-            output, chosen, model, inputs, seq_len=seq_len, precision=precision, micro_batches=micro_batch, units=units
+            output,
+            chosen,
+            model,
+            inputs,
+            seq_len=seq_len,
+            precision=precision,
+            micro_batches=micro_batch,
+            units=units,
+            minutes=minutes,
         )
     sys.stdout.write(ranks.described(output) + "\n")

@@ -161,6 +161,7 @@ def add_units(
     precision: Precision | None,
     micro_batches: Sequence[int] | None,
     units: Sequence[str] | None,
+    minutes: float | None,
 ) -> None:
     """Times the units of `model` in every setting of the profile at `output` and adds them to it.
 
@@ -175,6 +176,7 @@ def add_units(
         precision=precision or ("bf16" if device.kind == "cuda" and "bf16" in device.dtypes else "fp32"),
         samples=tuple(sorted(set(micro_batches or (1, 2, 4)))),
         units=None if units is None else tuple(units),
+        seconds=60.0 * (minutes or 5.0) / len(profile.settings),
         device=f"cuda:{devices.indices[0]}" if devices.on_gpu else "cpu",
     )
     if (device.kind == "cuda") != devices.on_gpu:

@@ -172,7 +172,7 @@ def _traffic_seconds(kind: Traffic, num_bytes: float, device: DeviceProfile) -> 
     seconds = num_bytes / device.achieved_bytes_per_second
     if device.measured is None or num_bytes <= 0:
         return seconds
-    return seconds * ratio_at(_traffic_ratios(device, kind), place(num_bytes))
+    return device.measured.update_scale * seconds * ratio_at(_traffic_ratios(device, kind), place(num_bytes))
 
 
 def _measured_ratio(operator: Operator, device: DeviceProfile) -> float:

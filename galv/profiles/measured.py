@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,7 +18,7 @@ from galv.profiles.device import DeviceProfile
 from galv.profiles.link import LinkProfile
 from galv.profiles.readings import UnitReading
 
-PROFILE_VERSION = 1
+PROFILE_VERSION: Final = 1
 _SPEC = re.compile(r"(?P<path>.*\.json)(:(?P<devices>[0-9]{1,7})x(?P<nodes>[0-9]{1,7}))?")
 
 

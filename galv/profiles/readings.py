@@ -77,10 +77,12 @@ class DeviceReadings(BaseModel):
     traffic: tuple[TrafficReading, ...] = ()
     units: tuple[UnitReading, ...] = ()
     compute_scale: float = Field(1.0, gt=0, le=100)
-    """Seconds of a whole training step's computation over what the readings add up to; 1 until calibrated."""
+    """Seconds of a training step's computation over what the readings add up to; 1 until calibrated."""
+    update_scale: float = Field(1.0, gt=0, le=100)
+    """The same for clipping and the optimizer's update."""
 
     def __hash__(self) -> int:
-        return hash((len(self.matmul), self.traffic[:1], self.units[:1], self.compute_scale))
+        return hash((len(self.matmul), self.traffic[:1], self.units[:1], self.compute_scale, self.update_scale))
 
     @property
     def spread(self) -> float:

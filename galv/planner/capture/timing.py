@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from galv.planner.capture.traced import TracedFacts
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import Precision
 from galv.profiles.device import load_device
+from galv.profiles.measure.sampling import spread
 from galv.profiles.readings import Phase, UnitReading
 
 ROUNDS = 5
@@ -48,6 +49,8 @@ class UnitsRequest:
     """Microbatch sizes; others are interpolated."""
     units: tuple[str, ...] | None
     device: str
+    seconds: float = 120.0
+    """All that taking samples may take; every unit is timed once even so."""
     known: tuple[UnitReading, ...] = ()
     """What need not be timed again."""
 
@@ -75,13 +78,16 @@ def time_units(
     """
     source = resolve_model(request.model, request.inputs, seq_len=request.seq_len)
     device = torch.device(request.device)
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
     graph = capture(source, precision=request.precision, device_kind=kind, units=request.units)
     assert isinstance(graph.source, TracedFacts), "of a captured model"
     works = list(_works(graph, graph.source, request, device))
     if together is not None:
         together()
+    start = time.perf_counter()
     for done in range(ROUNDS):
+        if done and time.perf_counter() - start > request.seconds:
+            break
         for index, work in enumerate(works):
             told("timing units", done * len(works) + index, ROUNDS * len(works))
             _sample(work)
@@ -109,7 +115,6 @@ def _readings(graph: ModelGraph, work: _Timed, request: UnitsRequest) -> Iterato
             for name in work.unit_classes
         }
         seconds = statistics.median(work.taken[phase])
-        low, _, high = statistics.quantiles(work.taken[phase], n=4, method="inclusive")
         for name, price in prices.items():
             if price > 0 and seconds > 0:
                 yield UnitReading(
@@ -118,7 +123,7 @@ def _readings(graph: ModelGraph, work: _Timed, request: UnitsRequest) -> Iterato
                     phase=phase,
                     samples=work.samples,
                     seconds=seconds * price / sum(prices.values()),
-                    spread=(high - low) / 2 / seconds,
+                    spread=spread(work.taken[phase]),
                 )
 
 
@@ -190,8 +195,8 @@ def _passed_over(model: nn.Module, calls: Mapping[str, BlockCall]) -> Iterator[N
             block = model.get_submodule(name)
 
             def passed(*args: Any, activation: str | None = call.activation, **kwargs: Any) -> Any:
-                held = dict(enumerate(args)) | kwargs
-                return held[int(activation)] if (activation or "").isdigit() else held[activation]  # type: ignore[arg-type]
+                held = {str(position): value for position, value in enumerate(args)} | kwargs
+                return held[activation or "0"]
 
             block.forward = passed
             stack.callback(block.__dict__.pop, "forward", None)
@@ -220,10 +225,10 @@ def _now(device: torch.device) -> float:
 # ----------------------------------------------------------------------------------------------- real tensors
 
 
-def _materialized(module: nn.Module, device: torch.device, without: Any = ()) -> nn.Module:
+def _materialized(module: nn.Module, device: torch.device, without: Sequence[tuple[str, nn.Module]] = ()) -> nn.Module:
     """A copy of `module` with small random weights; the submodules in `without` stay on the meta device."""
     made = copy.deepcopy(module)
-    skipped = {id(p) for name in without for p in made.get_submodule(name).parameters()}
+    skipped = {id(p) for name, _ in without for p in made.get_submodule(name).parameters()}
     done: dict[int, Tensor] = {}
     for part in made.modules():
         for held in (part._parameters, part._buffers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -138,7 +137,7 @@ def _profile(
         driver=found.driver,
         torch=torch.__version__,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        num_cores=os.cpu_count() or 1,
+        num_cores=found.num_cores,
         quick=wish.quick,
         unsteady=max(fit.unsteadiness(rows) for _, rows in taken),
         dropped=dropped,

@@ -49,11 +49,14 @@ _NUM_LAUNCHES = 200
 
 
 def _launch(question: Question, place: Place) -> Work:
-    small = torch.zeros(16, device=place.device)
+    """Small operators that autograd follows, forward and backward, as a training step issues them."""
+    small = torch.ones(16, device=place.device, requires_grad=True)
 
     def run() -> None:
-        for _ in range(_NUM_LAUNCHES):
-            small + small
+        out = small
+        for _ in range(_NUM_LAUNCHES // 2):
+            out = out * small
+        out.backward(small)
 
     return run
 
@@ -70,12 +73,13 @@ def _matmul(question: Question, place: Place) -> Work:
 
 def _attention(question: Question, place: Place) -> Work:
     batch, heads, length, head_dim = question.shape
-    parts = [_random(place, batch, heads, length, head_dim, dtype=DTYPES[question.dtype]) for _ in range(3)]
+    shape, dtype = (batch, heads, length, head_dim), DTYPES[question.dtype]
+    query, key, value = (_random(place, *shape, dtype=dtype) for _ in range(3))
     attend = nn.functional.scaled_dot_product_attention
     if question.phase == "forward":
-        return lambda: _drop(attend(*parts, is_causal=True))
-    leaves = [part.requires_grad_() for part in parts]
-    out = attend(*leaves, is_causal=True)
+        return lambda: _drop(attend(query, key, value, is_causal=True))
+    leaves = [part.requires_grad_() for part in (query, key, value)]
+    out = attend(query, key, value, is_causal=True)
     gradient = torch.ones_like(out)
     return lambda: _drop(torch.autograd.grad(out, leaves, gradient, retain_graph=True))
 
@@ -86,7 +90,12 @@ def _traffic(question: Question, place: Place) -> Work:
         # A sum moves three tensors and an activation two: on average 2.5 of 4 bytes an element.
         count = max(1, question.num_bytes // 10)
         a, b = _random(place, count), _random(place, count)
-        return lambda: (_drop(a + b), _drop(nn.functional.silu(a)))[0]
+
+        def run() -> None:
+            a + b
+            nn.functional.silu(a)
+
+        return run
     if kind in ("to_host", "to_device"):
         return _copy(question, place)
     per = {"adamw": _ADAMW_BYTES, "sgd": _SGD_BYTES, "clip": _CLIP_BYTES}[kind]
