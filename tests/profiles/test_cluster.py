@@ -8,8 +8,8 @@ import pytest
 
 from galv.errors import ClusterError, UnknownName
 from galv.profiles.cluster import MAX_DEVICES, default_link, load_cluster
-from galv.profiles.link import LinkProfile
 from galv.profiles.device import device_names, load_device
+from galv.profiles.link import LinkProfile
 
 INLINE = """
 device:
