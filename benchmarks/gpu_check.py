@@ -107,12 +107,19 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     galv(*measured, "--minutes", str(options.minutes), "--model", str(model), "--seq-len", str(length))
     results = []
     for layout in grid(options.device)[: options.layouts]:
-        try:
-            results.append(run(layout, model, length, profile, options.out, options.steps))
-        except (GalvError, subprocess.CalledProcessError) as error:
-            print(f"{layout.name}: left out: {error}", flush=True)
+        result = attempt(layout, model, length, profile, options.out, options.steps)
+        results += [] if result is None else [result]
     print(report(results))
     return results
+
+
+def attempt(layout: Layout, model: Path, length: int, profile: Path, folder: Path, steps: int) -> Result | None:
+    """`run`; None, with a word of why, for what this galv or this device cannot do."""
+    try:
+        return run(layout, model, length, profile, folder, steps)
+    except (GalvError, subprocess.CalledProcessError) as error:
+        print(f"{layout.name}: left out: {error}", flush=True)
+        return None
 
 
 def run(layout: Layout, model: Path, length: int, profile: Path, folder: Path, steps: int) -> Result:

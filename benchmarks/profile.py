@@ -210,20 +210,21 @@ def report(rows: Sequence[Row]) -> str:
     """Every layout, then the figures that sum them up."""
     heads = ("layout", "predicted", "measured", "error", "repetitions", "GiB predicted", "measured", "error")
     lines: list[tuple[str, ...]] = [heads]
-    for row in rows:
-        lines.append(
-            (
-                row.key,
-                seconds(row.predicted_seconds),
-                seconds(statistics.median(row.measured_seconds)),
-                f"{100 * row.time_error:+.1f} %",
-                f"+-{100 * spread(row.measured_seconds):.1f} %",
-                gib(row.predicted_bytes),
-                gib(statistics.median(row.measured_bytes)),
-                f"{100 * row.memory_error:+.1f} %",
-            )
-        )
+    lines += [_line(row) for row in rows]
     return f"{table(lines, right=range(1, 8))}\n\n" + "\n".join(summary(rows))
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    return (
+        row.key,
+        seconds(row.predicted_seconds),
+        seconds(statistics.median(row.measured_seconds)),
+        f"{100 * row.time_error:+.1f} %",
+        f"+-{100 * spread(row.measured_seconds):.1f} %",
+        gib(row.predicted_bytes),
+        gib(statistics.median(row.measured_bytes)),
+        f"{100 * row.memory_error:+.1f} %",
+    )
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -232,11 +233,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
         return ["nothing was measured"]
     measured = [statistics.median(row.measured_seconds) for row in rows]
     regrets = regret(rows)
+    steps = statistics.median(abs(row.time_error) for row in rows)
+    peaks = statistics.median(abs(row.memory_error) for row in rows)
     return [
-        f"{len(rows)} layouts; median error of the step {100 * statistics.median(abs(r.time_error) for r in rows):.1f} %",
+        f"{len(rows)} layouts; median error of the step {100 * steps:.1f} %",
         f"rank correlation {rank_correlation([row.predicted_seconds for row in rows], measured):.3f}",
         f"chosen over best measured: worst {100 * max(regrets):.1f} %, median {100 * statistics.median(regrets):.1f} %",
-        f"median error of the peak memory {100 * statistics.median(abs(r.memory_error) for r in rows):.1f} %",
+        f"median error of the peak memory {100 * peaks:.1f} %",
         f"repetitions differ by {100 * statistics.median(spread(row.measured_seconds) for row in rows):.1f} %",
     ]
 
