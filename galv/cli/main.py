@@ -15,6 +15,7 @@ import typer
 
 from galv import __version__
 from galv.cli.calibrate import calibrate
+from galv.cli.check import check
 from galv.cli.devices import devices
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
@@ -37,6 +38,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(graph)
 app.command()(show)
+app.command()(check)
 app.command()(diff)
 app.command()(sweep)
 app.command()(profile)

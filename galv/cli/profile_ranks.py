@@ -249,7 +249,7 @@ def described(path: Path) -> str:
                 f"{best / 1e12:.3g} TFLOP/s",
                 f"{device.achieved_bytes_per_second / 1e9:.3g} GB/s",
                 seconds(device.launch_seconds),
-                f"x{device.overlap_slowdown:.2f}",
+                f"x{device.overlap.compute_link:.2f}",
                 f"{100 * readings.spread:.0f} %",
             )
         )

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-from galv.profiles.device import DeviceProfile, device_names, library_entry, load_device, read_figures
+from galv.profiles.device import DeviceProfile, OverlapSlowdown, device_names, library_entry, load_device, read_figures
 from galv.profiles.link import LinkProfile
 from galv.profiles.measure.grid import Question
 from galv.profiles.measure.sampling import spread
@@ -102,7 +102,14 @@ def _figures(taken: Taken, usual: DeviceProfile) -> dict[str, Any]:
         figures["launch_seconds"] = launches[0]
         figures |= {"kernel_seconds": launches[0]} if usual.kind == "cpu" else {}
     slowdown = _slowdown(taken)
-    return figures if slowdown is None else figures | {"overlap_slowdown": slowdown}
+    return figures if slowdown is None else figures | {"overlap": _overlap(usual.overlap, slowdown)}
+
+
+def _overlap(usual: OverlapSlowdown, slowdown: float) -> dict[str, Any]:
+    """The usual slowdowns with the measured one of computation beside collectives, in a node and across."""
+    measured = dict.fromkeys(("compute_link", "compute_network"), slowdown)
+    sources = usual.sources | dict.fromkeys(measured, SOURCE)
+    return {**usual.model_dump(exclude_unset=True), **measured, "sources": sources}
 
 
 def _slowdown(taken: Taken) -> float | None:

@@ -158,7 +158,7 @@ def test_a_profile_has_the_machines_rates() -> None:
 
     assert one.device.best_flops("fp32") == pytest.approx(FLOPS_PER_SECOND, rel=0.01)
     assert one.device.launch_seconds == pytest.approx(LAUNCH_SECONDS)
-    assert two.device.overlap_slowdown == pytest.approx(1.5)  # 0.12 together, 0.1 the longer, 0.04 the shorter
+    assert two.device.overlap.compute_link == pytest.approx(1.5)  # 0.12 together, 0.1 the longer, 0.04 the shorter
     assert one.device.measured is not None
     assert one.device.measured.spread == pytest.approx(0.05)
 
