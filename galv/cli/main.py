@@ -14,11 +14,14 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.calibrate import calibrate
 from galv.cli.check import check
+from galv.cli.devices import devices
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
+from galv.cli.profile import profile
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
 from galv.cli.sweep import sweep
@@ -38,6 +41,9 @@ app.command()(show)
 app.command()(check)
 app.command()(diff)
 app.command()(sweep)
+app.command()(profile)
+app.command()(calibrate)
+app.command()(devices)
 app.command(cls=RunCommand)(run)
 
 

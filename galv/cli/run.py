@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from galv.cli import options
-from galv.cli.files import read_plan
+from galv.cli.files import check_writable, read_plan
 from galv.cli.launch import (
     Ranks,
     Task,
@@ -85,6 +85,12 @@ Endpoint = Annotated[
         help="Where the nodes of a plan for several meet; start the same command on each.",
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record", metavar="RUN.JSON", help="Write what the steps took and held to this file, for galv calibrate."
+    ),
+]
 PrintCommand = Annotated[bool, typer.Option("--print-command", help="Print what would be started, and start nothing.")]
 SlurmScript = Annotated[bool, typer.Option("--slurm", help="Print a job script for sbatch, and start nothing.")]
 
@@ -97,6 +103,7 @@ def run(
     nproc: NumProcesses = None,
     seed: Seed = None,
     endpoint: Endpoint = None,
+    record: Record = None,
     print_command: PrintCommand = False,
     slurm: SlurmScript = False,
 ) -> None:
@@ -106,7 +113,8 @@ def run(
     them.
     """
     found = read_plan(plan)
-    own = _options(config, steps, seed)
+    check_writable(record, "the record")
+    own = _options(config, steps, seed, record)
     task = _task(plan.absolute(), script or [], own)
     ranks = Ranks.of(found, endpoint)
     if nproc is not None:
@@ -124,13 +132,14 @@ def run(
     become(task, launcher)
 
 
-def _options(config: Path | None, steps: int | None, seed: int | None) -> list[str]:
+def _options(config: Path | None, steps: int | None, seed: int | None, record: Path | None = None) -> list[str]:
     """What the built-in trainer is told, as words. Raises UsageError for a configuration that cannot be read."""
     if config is not None:
         from galv.runtime.train_config import read_train_config
 
         read_train_config(config)
     given = {"--config": config and config.absolute(), "--steps": steps, "--seed": seed}
+    given |= {"--record": record and record.absolute()}
     return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from galv import api
-from galv.cli.files import read_plan
+from galv.cli.files import read_plan, write_text
+from galv.cli.record import recorded
 from galv.cli.told import Told
 from galv.errors import GalvError
 from galv.planner.plan import Plan
 from galv.runtime.session import Session
+from galv.runtime.step_profile import StepProfile
 from galv.runtime.train_config import TrainConfig, read_train_config
 from galv.runtime.weights import open_weights
 
@@ -37,7 +39,7 @@ def main() -> None:
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
     try:
         _join(store, rank, world_size)
-        _run(read_plan(options.plan), _config(options), rank)
+        _run(read_plan(options.plan), _config(options), rank, options.record)
         dist.destroy_process_group()
     except GalvError as error:
         _refuse(store, str(error))
@@ -58,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="of the training; steps and seed given here count more")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--record", type=Path)
     return parser.parse_args()
 
 
@@ -79,15 +82,21 @@ def _join(store: dist.Store, rank: int, world_size: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
-def _run(plan: Plan, config: TrainConfig, rank: int) -> None:
+def _run(plan: Plan, config: TrainConfig, rank: int, record: Path | None) -> None:
     weights = None if config.weights is None else open_weights(config.weights)
     module = api.parallelize(api.build_model(plan), plan, seed=config.seed, weights=weights)
     session = Session(module, config)
+    profile = StepProfile(0 if record is None else config.steps - session.done_steps)
+    records = profile.around(session.records())
     if rank == 0:
         told = Told(plan, config, session.done_steps)
-        seen = list(told.while_training(session.records()))
+        seen = list(told.while_training(records))
     else:
-        seen = list(session.records())
+        seen = list(records)
+    if record is not None:
+        kept = recorded(plan, seen, profile, module.device)
+        if kept is not None:
+            write_text(kept.model_dump_json(indent=1) + "\n", record, "the record")
     peaks = _peaks(plan, seen[-1].peak_bytes, module.device)
     if rank == 0:
         told.at_the_end(seen, peaks)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from galv.errors import ClusterError, UnknownName, UsageError
+from galv.profiles.readings import DeviceReadings
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -142,6 +143,8 @@ class DeviceProfile(Figures):
     """Taken from `memory_bytes` before the first tensor: context, libraries, communication buffers."""
     allocator_slack: float = Field(ge=0, lt=1)
     """Bytes reserved but unusable, as a share of the bytes allocated at the peak."""
+    measured: DeviceReadings | None = None
+    """Operators as `galv profile` timed them; they win over the figures above."""
 
     @model_validator(mode="after")
     def _rates_agree(self) -> DeviceProfile:
@@ -154,7 +157,7 @@ class DeviceProfile(Figures):
         return self
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second))
+        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second, self.measured))
 
     @property
     def dtypes(self) -> tuple[str, ...]:

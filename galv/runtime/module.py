@@ -25,6 +25,7 @@ from galv.runtime.pipeline import StageModule
 from galv.runtime.randomness import Streams
 from galv.runtime.recompute import original_name
 from galv.runtime.schedule import PipelineRunner
+from galv.runtime.step_profile import busy
 
 
 @dataclass(eq=False)
@@ -152,8 +153,10 @@ class ParallelModule(nn.Module):
         total = torch.zeros((), device=self.device)
         for i, microbatch in enumerate(microbatches):
             self._parts.sync.prepare(last=i == len(microbatches) - 1)
-            loss = weighted(loss_of(self(**microbatch)), weights[i])
-            loss.backward()
+            with busy("forward"):
+                loss = weighted(loss_of(self(**microbatch)), weights[i])
+            with busy("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 

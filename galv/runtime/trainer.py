@@ -42,6 +42,8 @@ class StepRecord:
     learning_rate: float = 0.0
     evaluation_loss: float | None = None
     """Mean over samples that are not trained on, after the step's update, where it was time for that."""
+    optimizer_seconds: float = 0.0
+    """Of `seconds`, clipping and the update."""
 
 
 def train(
@@ -64,15 +66,25 @@ def train(
         for group in optimizer.param_groups if learning_rate else ():
             group["lr"] = learning_rate(step)  # type: ignore[misc]  # not None here
         loss = module.train_step(module.shard_batch(batch))
+        loss.item()  # waits for the device
+        computed = time.perf_counter()
         norm = module.clip_grad_norm_(clip)
         check_finite(step, loss.item(), norm.item())
         optimizer.step()
         optimizer.zero_grad()
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         rate = float(optimizer.param_groups[0]["lr"])
-        yield StepRecord(step, loss.item(), norm.item(), seconds, peak_bytes(module.device), rate)
+        yield StepRecord(
+            step,
+            loss.item(),
+            norm.item(),
+            end - start,
+            peak_bytes(module.device),
+            rate,
+            optimizer_seconds=end - computed,
+        )
 
 
 def check_finite(step: int, loss: float, gradient_norm: float = 0.0) -> None:
