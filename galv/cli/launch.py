@@ -234,7 +234,7 @@ def start_ranks(task: Task, ranks: Ranks, *, on_gpus: bool) -> int:
         run(parse_args(torchrun_words(task, ranks)))
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        rank = _culprit(exit_codes, error.get_first_failure()[0], speaks=task.is_module)
+        rank = culprit(exit_codes, error.get_first_failure()[0], speaks=task.is_module)
         return _status(rank, exit_codes[rank], quiet=task.is_module)
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -260,7 +260,7 @@ def check_devices(num_ranks: int, *, on_gpus: bool) -> None:
         )
 
 
-def _culprit(exit_codes: Mapping[int, int], first: int, *, speaks: bool) -> int:
+def culprit(exit_codes: Mapping[int, int], first: int, *, speaks: bool) -> int:
     """The rank to name, by the statuses of all that failed; `first` is the one that was seen first.
 
     A rank that has said what is wrong (status 2, where ranks speak) counts most, for the launcher then ends the others;
