@@ -32,6 +32,8 @@ check: $(READY) ## format, lint, types, layers and tests: what CI runs
 
 bench: $(READY) ## run the benchmarks; DATA=DIR also prices the published runs in DIR
 	$(BIN)/python benchmarks/capture.py
+	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/resume.py
 	$(if $(DATA),$(BIN)/python benchmarks/published.py --data $(DATA),@echo "published runs: make bench DATA=DIR")
 
 format: $(READY) ## put the code in its one form

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galv.planner.plan_table import GIB, gib, size
+from galv.runtime.checkpoint_files import complete_checkpoints
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +25,7 @@ def left(config: TrainConfig | None) -> str:
     """What of a run is left to go on from, on a line of its own; empty for a run without checkpoints."""
     if config is None or config.checkpoints is None:
         return ""
-    from galv.runtime.checkpoint import CheckpointFolder
-
-    complete = CheckpointFolder(Path(config.checkpoints.folder)).complete()
+    complete = complete_checkpoints(Path(config.checkpoints.folder))
     if not complete:
         return "\nno checkpoint was complete: the same command begins anew"
     step, folder = complete[-1]

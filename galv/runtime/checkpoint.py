@@ -8,11 +8,7 @@ would come back in another order under another tensor degree, and are refused.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import pickle
-import platform
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,13 +23,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from galv.errors import RunError, UsageError
 from galv.planner.plan import Plan
+from galv.runtime.checkpoint_files import LOCK, PLAN, complete_checkpoints, take
 from galv.runtime.module import ParallelModule
 
-_NAME = re.compile(r"step-(\d{8})")
-_PLAN = "plan.json"
-"""In a checkpoint's folder, the plan that it was saved under; written last."""
-_LOCK = "in-use"
-"""Locked by rank 0 for as long as the run lives, and says who that is."""
 _PATIENCE_SECONDS = 5.0
 """How long a file that rank 0 wrote may take to be seen from other nodes."""
 
@@ -49,11 +41,11 @@ class CheckpointFolder:
         self._folder, self._keep = Path(folder), keep
         self._claimed = False
         self._lock: TextIO | None = None
+        """On rank 0, open for as long as the run has the folder."""
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, by step."""
-        found = [(_NAME.fullmatch(path.name), path) for path in self._folder.glob("step-*")]
-        return sorted((int(match[1]), path) for match, path in found if match and (path / _PLAN).is_file())
+        return complete_checkpoints(self._folder)
 
     def save(self, step: int, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         """Saves the run after `step`, whole or not at all, and drops the oldest checkpoints.
@@ -98,38 +90,21 @@ class CheckpointFolder:
         """Takes the folder for this run, and clears it of what a stopped run has left half written."""
         if self._claimed:
             return
-        obstacle = [self._obstacle() if dist.get_rank() == 0 else None]
+        obstacle: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                self._lock = take(self._folder)
+            except OSError as error:
+                obstacle = [_cause(error)]
         dist.broadcast_object_list(obstacle)
         if obstacle[0] is None:
             sees: list[bool] = [True] * dist.get_world_size()
-            dist.all_gather_object(sees, _appears(self._folder / _LOCK))
+            dist.all_gather_object(sees, _appears(self._folder / LOCK))
             if False in sees:
                 obstacle[0] = f"rank {sees.index(False)} does not see it; it must be on a disk that all nodes share"
         if obstacle[0] is not None:
             raise UsageError(f"cannot keep checkpoints in {self._folder}: {obstacle[0]}")
         self._claimed = True
-
-    def _obstacle(self) -> str | None:
-        """What keeps this process from taking the folder; None when it has it."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = (self._folder / _LOCK).open("a+", encoding="utf-8")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                return f"another run has it{lock.read()}; wait for its end, stop it, or name another folder"
-            except OSError:
-                pass  # a file system without locks cannot tell
-            lock.truncate(0)
-            lock.write(f" (process {os.getpid()} on {platform.node()})")
-            lock.flush()
-        except OSError as error:
-            return _cause(error)
-        self._lock = lock  # open for as long as the run lives
-        for partial in self._folder.glob("step-*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)
-        return None
 
     def _drop_oldest(self) -> None:
         for _, folder in self.complete()[: -self._keep]:
@@ -173,7 +148,7 @@ def _emptied(folder: Path) -> None:
 
 
 def _completed(partial: Path, final: Path, plan: Plan) -> None:
-    (partial / _PLAN).write_text(plan.to_json(), encoding="utf-8")
+    (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
 
@@ -222,7 +197,7 @@ def _parameters(module: ParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _load(folder: Path, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
-    old = Plan.from_json((folder / _PLAN).read_text(encoding="utf-8"))
+    old = Plan.from_json((folder / PLAN).read_text(encoding="utf-8"))
     _check(old, module.plan, folder)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _make_optimizer_state(module, optimizer, saved)
@@ -268,14 +243,14 @@ def _check(old: Plan, new: Plan, folder: Path) -> None:
         if before != now:
             raise UsageError(
                 f"the checkpoint {folder} is of {what} {before}, but the plan is for {now}; go on with a plan like its "
-                f"own ({folder / _PLAN}), or name another folder to start anew"
+                f"own ({folder / PLAN}), or name another folder to start anew"
             )
     chunked, now_chunked = _chunked(old), _chunked(new)
     for name in chunked.keys() | now_chunked.keys():
         if chunked.get(name) != now_chunked.get(name):
             raise UsageError(
                 f"the checkpoint {folder} holds {name} cut in chunks for tp {chunked.get(name, 1)}, and the plan has "
-                f"tp {now_chunked.get(name, 1)}; go on with a plan of its tensor degree ({folder / _PLAN})"
+                f"tp {now_chunked.get(name, 1)}; go on with a plan of its tensor degree ({folder / PLAN})"
             )
 
 
