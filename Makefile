@@ -35,6 +35,7 @@ bench: $(READY) ## run the benchmarks; DATA=DIR also prices the published runs i
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/resume.py
 	$(if $(DATA),$(BIN)/python benchmarks/published.py --data $(DATA),@echo "published runs: make bench DATA=DIR")
+	$(foreach dir,$(wildcard $(DATA)/galvatron $(DATA)/peers/galvatron),$(BIN)/python benchmarks/galvatron.py --data $(dir))
 
 format: $(READY) ## put the code in its one form
 	$(BIN)/ruff format

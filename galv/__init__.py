@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, estimate, graph, parallelize, plan, sweep
+    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan, sweep
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -42,6 +42,7 @@ __all__ = [
     "__version__",
     "build_model",
     "capture",
+    "check",
     "estimate",
     "graph",
     "open_weights",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan", "sweep"),
+    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"),
     "galv.errors": (
         "ClusterError",
         "GalvError",

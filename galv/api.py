@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from galv.cost_models.unit import FactsPricer
     from galv.planner.capture.report import GraphReport
     from galv.planner.capture.source import ModelSource
-    from galv.planner.plan import InputSpec
     from galv.planner.space import Request
     from galv.planner.sweep import Sweep
+    from galv.runtime.check_report import Check
     from galv.runtime.materialize import Weights
     from galv.runtime.module import ParallelModule
 
@@ -291,6 +291,7 @@ def parallelize(
     Raises RunError when the world size is not the plan's, UsageError when the model or the name of its targets is not.
     """
     from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of
     from galv.runtime.parallelize import parallelize as apply
 
     if plan.training.stack != "galv":
@@ -303,8 +304,53 @@ def parallelize(
         seed=seed,
         weights=weights,
         targets=targets,
-        fingerprint=_fingerprint(model, plan),
+        fingerprint=fingerprint_of(model, plan),
     )
+
+
+def check(
+    plan: Plan,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    example_inputs: Any = None,
+    *,
+    rank: int | None = None,
+    all_stages: bool = False,
+) -> Check:
+    """The plan's training step as one rank runs it at the plan's full world size, beside the plan's estimate.
+
+    The real runtime runs on one CPU, with tensors that have no memory and collectives that return at once: what it
+    holds, byte by byte, and every collective that it calls. `rank` is by default the first one of the fullest stage;
+    `all_stages` runs the first rank of each. `model` and `example_inputs` are needed where the plan was made from an
+    object. Raises ModelError when the model is not the plan's, UsageError for a rank that the plan has not.
+    """
+    from galv.cost_models.collectives import step_collectives
+    from galv.planner.capture.attention import fused_attention
+    from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of, graph_of, source_of
+    from galv.runtime.check_report import compared
+    from galv.runtime.dry_run import dry_run
+
+    if plan.training.stack != "galv":
+        raise UsageError(f"this plan prices how {plan.training.stack} would run, which galv cannot check")
+    if rank is not None and all_stages:
+        raise UsageError("check one rank or one of every stage, not both")
+    source = source_of(plan, model, example_inputs)
+    per_stage = plan.num_devices // plan.pipeline.degree
+    fullest = max(range(plan.pipeline.degree), key=lambda stage: plan.estimate.peak_bytes[stage])
+    chosen = fullest * per_stage if rank is None else _whole("rank", rank, least=0)
+    runs = [
+        dry_run(
+            source.build,
+            plan,
+            each,
+            glue=lambda model, num_samples: glue_for(model, plan, num_samples),
+            fingerprint=lambda model: fingerprint_of(model, plan),
+            kernels=lambda: fused_attention(plan.cluster.kind),
+        )
+        for each in (range(0, plan.num_devices, per_stage) if all_stages else [chosen])
+    ]
+    graph = graph_of(plan, source)
+    return compared(plan, runs, {run.stage: step_collectives(plan, graph, run.stage) for run in runs})
 
 
 def build_model(plan: Plan) -> nn.Module:
@@ -312,16 +358,9 @@ def build_model(plan: Plan) -> nn.Module:
 
     Raises ModelError when it was planned from an object, and when its inputs are no longer those of the plan.
     """
-    from galv.planner.capture.source import resolve_model
+    from galv.planner.capture.of_plan import source_of
 
-    if plan.model.source is None:
-        raise ModelError(
-            "this plan was made from a model object, so only a script that has the model can run it: "
-            "galv run PLAN SCRIPT, with galv.parallelize(model, plan) in the script"
-        )
-    source = resolve_model(plan.model.source, plan.model.inputs_source, seq_len=plan.training.seq_len)
-    _check_inputs(source, plan)
-    return source.build()
+    return source_of(plan).build()
 
 
 # ----------------------------------------------------------------------------------------------- inside
@@ -405,40 +444,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_inputs(source: ModelSource, plan: Plan) -> None:
-    """Nothing when the inputs of `source` are those that `plan` describes."""
-    from galv.planner.capture.inputs import input_specs
-
-    found = input_specs(source.example, plan.model.num_samples, source.limits)
-    if [_form(spec) for spec in found] != [_form(spec) for spec in plan.model.inputs]:
-        raise ModelError(
-            f"{source.name} takes {', '.join(map(_described, found))}, but the plan is for "
-            f"{', '.join(map(_described, plan.model.inputs))}; plan again"
-        )
-    for spec in plan.model.inputs:
-        limit = source.limits.get(spec.name)
-        if limit is not None and (spec.high or 0) > limit:
-            raise ModelError(f"input {spec.name} of {source.name} is below {limit}, but the plan says {spec.high}")
-
-
-def _form(spec: InputSpec) -> tuple[Any, ...]:
-    return spec.name, spec.shape, spec.dtype, spec.batch_dim
-
-
-def _described(spec: InputSpec) -> str:
-    samples = "the same for all samples" if spec.batch_dim is None else f"samples along dim {spec.batch_dim}"
-    return f"{spec.name} {spec.dtype} {spec.shape} ({samples})"
-
-
-def _fingerprint(model: nn.Module, plan: Plan) -> str | None:
-    """The fingerprint of `model` with the units of `plan`; None when it lacks one of their modules."""
-    from galv.planner.capture.fingerprint import fingerprint_as
-    from galv.planner.graph import UnitRef
-
-    units = [UnitRef(unit.name, unit.unit_class, unit.modules, unit.parameters) for unit in plan.units()]
-    return fingerprint_as(model, units)
-
-
 def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Request) -> ModelGraph:
     return capture(
         model,
@@ -490,4 +495,4 @@ def _captured(
     return source, FactsPricer(graph, cluster)
 
 
-__all__ = ["build_model", "capture", "estimate", "graph", "parallelize", "plan"]
+__all__ = ["build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"]

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.check import check
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
@@ -35,6 +36,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(graph)
 app.command()(show)
+app.command()(check)
 app.command()(diff)
 app.command()(sweep)
 app.command(cls=RunCommand)(run)

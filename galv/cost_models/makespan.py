@@ -244,19 +244,3 @@ def makespan_floor_seconds(
         later = num_microbatches * sum(w[i] for i in own)
         floor = max(floor, up[own[0]] + busy, up[own[0]] + busy - later + down[own[0]])
     return floor
-
-
-def least_makespan_seconds(
-    schedule: ScheduleName,
-    forward_seconds: float,
-    backward_seconds: float,
-    weight_seconds: float,
-    num_microbatches: int,
-    num_ranks: int,
-) -> float:
-    """A time that no way to cut a model falls below whose units take these seconds all together for one microbatch."""
-    whole, m = forward_seconds + backward_seconds, num_microbatches
-    if schedule in ("none", "gpipe", "1f1b"):  # the first microbatch passes all stages, the others the slowest one
-        return whole + (m - 1) * whole / num_ranks
-    later = weight_seconds if schedule in SPLIT else 0.0
-    return max(whole - later, m * whole / num_ranks)

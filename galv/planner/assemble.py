@@ -28,7 +28,7 @@ from galv.planner.plan import (
     Unit,
 )
 from galv.planner.plan_table import gib, unit_names
-from galv.planner.search.solve import Solution
+from galv.planner.search.solution import Solution
 from galv.planner.search.table import Option
 from galv.planner.space import Request
 from galv.planner.tables import PricedTable

@@ -1,6 +1,6 @@
 """A plan: everything needed to run a model in parallel, as frozen data with an exact JSON form.
 
-This module decides nothing and imports nothing of galv but its layouts, its checks and its own printed face. It says
+This module decides nothing and imports nothing of galv but its parts: layouts, costs, checks, files, its face. It says
 what a plan *is*: which units form which pipeline stage, which strategy each unit has, how its tensors lie, the training
 set-up that it was made for, its estimated cost, and the model it belongs to. `planner` writes plans, `runtime` reads.
 """
@@ -13,6 +13,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from galv.planner.costs import Alternative as Alternative
+from galv.planner.costs import Estimate as Estimate
+from galv.planner.costs import MemoryBreakdown as MemoryBreakdown
+from galv.planner.costs import SearchReport as SearchReport
+from galv.planner.costs import StageEstimate as StageEstimate
+from galv.planner.costs import TimeBreakdown as TimeBreakdown
+from galv.planner.costs import UnitEstimate as UnitEstimate
 from galv.planner.layout import ContextMode as ContextMode
 from galv.planner.layout import ExpertLayout as ExpertLayout
 from galv.planner.layout import ExpertsModule as ExpertsModule
@@ -52,11 +59,6 @@ Name = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=2**62)]
 Samples = Annotated[int, Field(ge=1, le=MAX_GLOBAL_BATCH)]
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
-# What is estimated has bounds only to be printable: a layout by hand may ask for the absurd.
-Bytes = Annotated[int, Field(ge=0, le=10**60)]
-Figure = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
-Duration = Annotated[float, Field(gt=1e-60, le=1e60, allow_inf_nan=False)]
-"""Seconds that are divided by."""
 
 
 # ----------------------------------------------------------------------------------------------- the plan's parts
@@ -270,125 +272,6 @@ class Cluster(Frozen):
     @property
     def num_devices(self) -> int:
         return self.devices_per_node * self.num_nodes
-
-
-# ----------------------------------------------------------------------------------------------- the estimate
-
-
-class TimeBreakdown(Frozen):
-    """Where a step's seconds go on one stage; they sum to the step."""
-
-    compute_seconds: Figure = 0.0
-    """Forward, backward and recomputation."""
-    communication_seconds: Figure = 0.0
-    """Exposed only: what computation does not hide."""
-    bubble_seconds: Figure = 0.0
-    """Waiting for other stages."""
-    optimizer_seconds: Figure = 0.0
-    """Gradient clipping and the optimizer's update."""
-
-    @property
-    def total_seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.bubble_seconds + self.optimizer_seconds
-
-
-class MemoryBreakdown(Frozen):
-    """Where one device's bytes go at the peak; they sum to the peak."""
-
-    parameters_bytes: Bytes = 0
-    gradients_bytes: Bytes = 0
-    optimizer_bytes: Bytes = 0
-    activations_bytes: Bytes = 0
-    working_bytes: Bytes = 0
-    """Alive for the moment only: gathered parameters, recomputed activations, logits, gradients in flight."""
-    reserved_bytes: Bytes = 0
-    """Not the model's: context, communication buffers, allocator slack."""
-    context_bytes: Bytes = 0
-    """Of `reserved_bytes`, what torch's allocator does not count."""
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What the tensors take, as torch.cuda.max_memory_allocated() says."""
-        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.working_bytes
-
-    @property
-    def cached_bytes(self) -> int:
-        """What the allocator has taken for them, as torch.cuda.max_memory_reserved() says."""
-        return self.total_bytes - self.context_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.allocated_bytes + self.reserved_bytes
-
-
-class UnitEstimate(Frozen):
-    """One unit's part of a step, all microbatches together, on one device."""
-
-    compute_seconds: Figure
-    communication_seconds: Figure
-    state_bytes: Bytes
-    """Parameters, gradients and optimizer state."""
-    activations_bytes: Bytes
-    """All microbatches in flight at the peak."""
-
-
-class StageEstimate(Frozen):
-    time: TimeBreakdown
-    memory: MemoryBreakdown
-    units: tuple[UnitEstimate, ...]
-    """In the order of the stage's units."""
-    num_in_flight: Count = 1
-    """Microbatches whose activations are alive at the peak."""
-    forward_seconds: Figure = 0.0
-    """Busy with one microbatch; so `backward_seconds`, and `step_seconds` once a step after them."""
-    backward_seconds: Figure = 0.0
-    step_seconds: Figure = 0.0
-    weight_seconds: Figure = 0.0
-    """The part of `backward_seconds` that makes weight gradients and can run later."""
-
-
-class Estimate(Frozen):
-    """What a step is predicted to cost."""
-
-    step_seconds: Duration
-    tokens_per_second: Figure
-    """Samples per second where a sample has no tokens."""
-    mfu: Figure
-    """Model FLOPs over what the devices could do at their peak rate."""
-    model_flops: Figure
-    """Forward and backward of one global batch: matrix products once forward and twice backward, attention with all its
-    scores, nothing recomputed."""
-    peak_bytes: tuple[Bytes, ...]
-    """One a stage: its fullest device."""
-    fits: bool
-    breakdown: TimeBreakdown
-    """The mean over all devices."""
-    stages: tuple[StageEstimate, ...]
-    transfer_seconds: Figure = 0.0
-
-
-class Alternative(Frozen):
-    """A simple layout that people choose by habit, priced beside the plan."""
-
-    name: str
-    layout: str
-    """In words; empty when no such layout exists here."""
-    step_seconds: Duration | None
-    """None when it does not fit or does not exist."""
-    reason: str
-    """Why not, when `step_seconds` is None."""
-
-
-class SearchReport(Frozen):
-    """What the search did."""
-
-    seconds: Figure
-    candidates: int = Field(ge=0, le=2**62)
-    """Layouts priced."""
-    proven_optimal: bool
-    gap: float = Field(ge=0, le=1)
-    """At most this share of the step time could still be saved within the searched space; 0 when proven."""
 
 
 class Plan(Frozen):

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from galv.errors import RunError
 from galv.localize import Redistribute, localize
-from galv.planner.plan import Layout, Redistribution, TensorParallelLayout
+from galv.planner.plan import Layout, Redistribution, TensorParallelLayout, Unit, absolute_name
 from galv.runtime.randomness import ShardRegions
 from galv.runtime.ties import Ties
 
@@ -54,6 +54,12 @@ def joined(parts: Tensor, layout: Layout, degree: int) -> Tensor:
 def _dim(layout: Layout) -> int:
     assert layout.dim is not None, f"{layout} has no dim"
     return layout.dim
+
+
+def stored_layouts(unit: Unit, layout: TensorParallelLayout | None) -> dict[str, Layout]:
+    """How the tensor axis stores the parameters of `unit`, by their names in the model."""
+    stored = {} if layout is None else layout.parameter_layouts
+    return {absolute_name(unit.modules, name): each for name, each in stored.items()}
 
 
 def distribute_parameters(
@@ -119,8 +125,12 @@ def _goes_by_replication(source: Layout, target: Layout, mesh: DeviceMesh) -> bo
     gloo has none; DTensor would gather and cut, too, and warn.
     """
     if source.kind == target.kind == "S":
-        return source.chunks > 1 or target.chunks > 1 or mesh.device_type == "cpu"
+        return source.chunks > 1 or target.chunks > 1 or _lacks_all_to_all(mesh)
     return (source.kind, target.kind) == ("P", "R+")
+
+
+def _lacks_all_to_all(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cpu"
 
 
 def _move(tensor: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from galv.cost_models.estimate import StageSeconds, pipeline_seconds
 from galv.cost_models.in_flight import Held, activations_in_flight, held, held_bytes
-from galv.cost_models.makespan import least_makespan_seconds, makespan_floor_seconds, makespan_seconds
+from galv.cost_models.makespan import makespan_floor_seconds, makespan_seconds
 from galv.cost_models.pipeline import simulate
 from galv.cost_models.schedules import ChunkSeconds, simulate_orders
 from galv.cost_models.schedules import makespan_seconds as last_end_seconds
@@ -62,14 +62,11 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60)
 @given(cases())
 def test_the_makespan_is_that_of_all_operations(case: Case) -> None:
-    """Skipping the repeats changes nothing, and neither bound is above it."""
+    """Skipping the repeats changes nothing, and the bound is not above it."""
     exact = case.simulated()
 
     assert makespan_seconds(*case.arguments) == pytest.approx(exact)  # type: ignore[arg-type]
     assert makespan_floor_seconds(*case.arguments) <= exact * (1 + 1e-9)  # type: ignore[arg-type]
-    p = len(case.forward) // case.virtual_stages
-    totals = sum(case.forward), sum(case.backward), sum(case.weight)
-    assert least_makespan_seconds(case.schedule, *totals, case.num_microbatches, p) <= exact * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("virtual", [1, 2, 4])

@@ -7,7 +7,8 @@ sum R of their busy seconds is at least
 
 with every unit free to mix options: a linear program that a greedy walk solves, from the fastest option of every unit
 giving up seconds for bytes along the classes' convex hulls, cheapest exchange first (Dantzig 1957). Each unit is taken
-to hold the activations of one microbatch, the fewest that any schedule keeps. The step T is at least R / p.
+to hold the activations that the rank with fewest microbatches in flight keeps. The step T is at least R / p, under
+whatever schedule.
 
 *Bubble.* The step is at least as long as the critical path through any stage k (see `solve`), hence as their mean over
 all k. With S the least sum of the t_s: under GPipe the mean path is R / p + S - S / p. Under 1F1B with m >= p it is
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite, sqrt
 
+from galv.planner.search.shape import Shape
 from galv.planner.search.table import CostTable, Option
 
 
@@ -47,6 +49,8 @@ def relaxed_bound_seconds(table: CostTable) -> float:
         return work
     if table.schedule == "gpipe" or rounds < stages:
         return work / stages + (steady - steady / stages if table.schedule == "gpipe" else 0.0)
+    if table.schedule != "1f1b":
+        return work / stages
     slack = (work - steady) / stages
     return (slack + sqrt(slack**2 + 4 * rounds * steady**2 / stages)) / 2
 
@@ -54,10 +58,12 @@ def relaxed_bound_seconds(table: CostTable) -> float:
 def _least_work_seconds(table: CostTable) -> float:
     """The least sum of all stages' busy seconds with the memory of all stages together."""
     counts = {name: table.chain.count(name) for name in set(table.chain)}
+    shape = Shape.of(table)
+    in_flight = min(shape.in_flight(rank) for rank in range(shape.num_ranks))
     seconds = held = 0.0
     exchanges: list[_Exchange] = []
     for name, number in counts.items():
-        hull = _hull(table.options[name], table.num_microbatches)
+        hull = _hull(table.options[name], table.num_microbatches, in_flight)
         held += number * hull[0][0]
         seconds += number * hull[0][1]
         exchanges += [_Exchange(number * (t - s), number * (h - g)) for (h, s), (g, t) in pairwise(hull)]
@@ -78,9 +84,11 @@ def _least_price(exchanges: list[_Exchange], excess_bytes: float) -> float:
     return paid if excess_bytes <= 1e-6 * abs(paid) + 1 else inf
 
 
-def _hull(options: Sequence[Option], num_microbatches: int) -> list[tuple[float, float]]:
+def _hull(options: Sequence[Option], num_microbatches: int, in_flight: float) -> list[tuple[float, float]]:
     """The lower convex hull of (held bytes, seconds), from the fastest option to the one that holds least."""
-    points = sorted({(o.held_bytes(1), o.seconds(num_microbatches)) for o in options}, key=lambda p: (p[1], p[0]))
+    points = sorted(
+        {(o.held_bytes(in_flight), o.seconds(num_microbatches)) for o in options}, key=lambda p: (p[1], p[0])
+    )
     hull: list[tuple[float, float]] = []
     for point in points:
         if hull and point[0] >= hull[-1][0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from galv.cost_models.estimate import StageSeconds
@@ -10,6 +10,8 @@ from galv.planner.plan import ScheduleName, Strategy
 
 Weights = tuple[float, float, float]
 """Of forward, backward and once-a-step seconds."""
+Transitions = Mapping[tuple[int, int], tuple[float, float]]
+"""(forward, backward) seconds per microbatch from one layout to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Option:
         forward, backward, step = weights
         return forward * self.forward_seconds + backward * self.backward_seconds + step * self.step_seconds
 
-    def held_bytes(self, in_flight: int) -> float:
+    def held_bytes(self, in_flight: float) -> float:
         """Bytes held with `in_flight` microbatches alive."""
         return self.state_bytes + in_flight * self.activation_bytes
 
@@ -64,20 +66,35 @@ class CostTable:
     """What one device has for the model: the budget less context and allocator slack."""
     virtual_stages: int = 1
     """Model chunks of each pipeline rank."""
-    transitions: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    transitions: Transitions = field(default_factory=dict)
     """(forward, backward) seconds per microbatch, paid by the later unit where its layout differs from that of the unit
     before; pairs that are not listed cannot stand next to each other. Equal layouts cost nothing."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The options chosen for the units of one stage. Lists run over unit classes, counts inside."""
+    """The options chosen for the units of one stage: for each run of a class in order, its options and how many take
+    each.
+
+    Where layouts cost nothing, units of a class may stand in one run although others lie between them.
+    """
 
     picks: tuple[tuple[str, tuple[tuple[Option, int], ...]], ...]
     busy: StageSeconds
     peak_bytes: float
 
+    @property
+    def last(self) -> Option:
+        """The option of the last unit."""
+        return self.picks[-1][1][-1][0]
+
+    def units(self) -> Iterator[tuple[str, Option]]:
+        """The class and option of every unit, run by run."""
+        return ((name, option) for name, picks in self.picks for option, count in picks for _ in range(count))
+
     def ordered(self, names: Sequence[str]) -> tuple[Option, ...]:
         """One option for each unit of `names` (classes in model order); equal options of a class stand together."""
-        queues = {name: [option for option, count in picks for _ in range(count)] for name, picks in self.picks}
+        queues: dict[str, list[Option]] = {}
+        for name, option in self.units():
+            queues.setdefault(name, []).append(option)
         return tuple(queues[name].pop(0) for name in names)

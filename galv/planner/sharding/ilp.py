@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
+from galv.planner.highs import QuietHighs
 from galv.planner.sharding.choices import Choice
 from galv.planner.sharding.trace import Border, Node, OwnParameter
 
@@ -159,14 +160,6 @@ def _pairs(nodes: Iterable[Node], key: Callable[[Node], Hashable]) -> Iterator[t
             yield first[key(node)], node.index
 
 
-class _QuietHighs(highspy.Highs):
-    """HiGHS without the banner that its constructor prints when it sets its callbacks up."""
-
-    def enableCallbacks(self) -> None:
-        self.setOptionValue("output_flag", False)
-        super().enableCallbacks()
-
-
 def _run(program: _Program) -> np.ndarray | None:
     lp, count = highspy.HighsLp(), len(program.cost)
     lp.num_col_, lp.num_row_ = count, len(program.rows)
@@ -177,7 +170,7 @@ def _run(program: _Program) -> np.ndarray | None:
     lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in program.rows)])
     lp.a_matrix_.index_ = np.array([column for row in program.rows for column in row])
     lp.a_matrix_.value_ = np.array([value for row in program.rows for value in row.values()])
-    solver = _QuietHighs()
+    solver = QuietHighs()
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", 0.0)
