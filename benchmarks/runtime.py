@@ -95,17 +95,18 @@ def _spread(ours: list[float], theirs: list[float]) -> str:
 
 
 def _in_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
-    """What `function(folder, *arguments)` returns on rank 0 of `world_size` fresh gloo processes."""
+    """What `function(folder, *arguments)` returns on rank 0 of `world_size` gloo processes."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world_size, folder, function.__name__, arguments), nprocs=world_size)
+        # Forked, so that torch is imported once; nothing has run here yet.
+        mp.start_processes(_rank, (world_size, folder, function, arguments), world_size, start_method="fork")
         return json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
 
 
-def _rank(rank: int, world_size: int, folder: str, function: str, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, world_size: int, folder: str, function: Any, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    result = globals()[function](Path(folder), *arguments)
+    result = function(Path(folder), *arguments)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
