@@ -1,7 +1,8 @@
 """The `galv` command: which subcommands there are, and how it exits.
 
-Exit status: 0 done, 2 a request that cannot be answered (one message on standard error), 130 interrupted; `galv run`
-passes on the status of the rank that failed first. Anything else is a fault of galv's and shows its traceback.
+Exit status: 0 done, 2 a request that cannot be answered or a training run that failed (one message on standard error),
+130 interrupted; `galv run` passes on the status of the rank that failed first, 128 + N when signal N stopped it.
+Anything else is a fault of galv's and shows its traceback.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class ParallelModule(nn.Module):
         self.model = model
         """This rank's stage: the user's own modules under their own names."""
         self.plan, self.device, self._parts = parts.plan, parts.device, parts
+        self._own_loss = torch.zeros((), device=parts.device)
 
     # -- training
 
@@ -109,8 +110,16 @@ class ParallelModule(nn.Module):
         degree, group = self._loss_degree, self._parts.meshes.data_group(self._loss_degree)
         weights = self._parts.targets.weights(self._of_loss(microbatches), group, degree)
         loss = self._scaled_step(batch, microbatches, weights)
+        self._own_loss = loss.detach().clone()
         dist.all_reduce(loss, group=group)
         return loss.detach() / degree
+
+    def ranks_without_a_loss(self) -> list[int]:
+        """Ranks whose own samples gave the last step a loss that is not finite. Every rank must call it."""
+        marks = torch.zeros(dist.get_world_size(), device=self.device)
+        marks[dist.get_rank()] = ~torch.isfinite(self._own_loss)
+        dist.all_reduce(marks)
+        return [rank for rank, mark in enumerate(marks.tolist()) if mark]
 
     @property
     def _loss_degree(self) -> int:
