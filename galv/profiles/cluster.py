@@ -267,7 +267,7 @@ def _inline_device(path: str, given: _DeviceFile) -> DeviceProfile:
     sources = dict.fromkeys(base.sources, f"as {given.like}")
     sources |= dict.fromkeys(("memory_bytes", "peak_flops", "memory_bytes_per_second"), f"given in {path}")
     return read_figures(
-        DeviceProfile, {**base.model_dump(exclude_none=True), **figures, "sources": sources}, f"{path}: device"
+        DeviceProfile, {**base.model_dump(), **figures, "sources": sources}, f"{path}: device"
     )
 
 

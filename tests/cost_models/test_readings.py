@@ -68,7 +68,7 @@ def test_a_measured_collective_costs_what_it_took() -> None:
 def test_a_timed_unit_wins_over_its_operators() -> None:
     """A whole unit that was timed costs its reading, at other sizes in proportion."""
     graph = decoder()
-    name = next(iter(graph.classes))
+    name = "Block"
     plain = FactsPricer(graph, _cluster(made_up_profile()))
     before = plain.priced(name, Degrees(), 2)
     reading = UnitReading(

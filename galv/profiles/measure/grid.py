@@ -53,7 +53,7 @@ class Question:
     @property
     def flops(self) -> float:
         """Of a matrix product or of attention with all its scores."""
-        if self.kind == "matmul":
+        if self.kind in ("matmul", "reference"):
             batch, m, n, k = self.shape
             return 2.0 * batch * m * n * k
         if self.kind == "attention":
@@ -64,7 +64,7 @@ class Question:
     @property
     def held_bytes(self) -> float:
         """Memory that one process needs for it, roughly."""
-        if self.kind == "matmul":
+        if self.kind in ("matmul", "reference"):
             batch, m, n, k = self.shape
             return 4.0 * batch * (m * k + k * n + 2 * m * n)
         if self.kind == "attention":
@@ -122,7 +122,7 @@ def questions(
     sizes: Sizes, limits: Limits, *, device_kind: Literal["cuda", "cpu"], groups: tuple[tuple[int, int], ...]
 ) -> tuple[list[Question], int]:
     """(what is to be asked, how many points the limits leave out). `groups`: (members, nodes) of each group shape."""
-    wanted = list(_questions(sizes, device_kind, groups))
+    wanted = list(dict.fromkeys(_questions(sizes, device_kind, groups)))
     kept = [q for q in wanted if q.flops <= limits.flops and q.held_bytes <= limits.num_bytes]
     return kept, len(wanted) - len(kept)
 

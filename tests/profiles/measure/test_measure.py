@@ -212,7 +212,7 @@ def test_one_process_measures_itself() -> None:
     assert found.provenance.dropped == 0
     readings = found.settings[0].device.measured
     assert readings is not None
-    assert len(readings.matmul) == 1 + 8 + 2
+    assert len(readings.matmul) == 1 + 8 + 1
     assert {reading.kind for reading in readings.traffic} == {"elementwise", "adamw", "sgd", "clip"}
     assert {reading.phase for reading in readings.attention} == {"forward", "backward"}
     assert MeasuredProfile.model_validate_json(found.to_json()) == found
