@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, estimate, graph, parallelize, plan, sweep
+    from galv.api import (
+        build_model,
+        capture,
+        estimate,
+        explain,
+        graph,
+        parallelize,
+        pareto,
+        plan,
+        plans,
+        sweep,
+    )
     from galv.errors import (
         ClusterError,
         GalvError,
@@ -43,16 +54,30 @@ __all__ = [
     "build_model",
     "capture",
     "estimate",
+    "explain",
     "graph",
     "open_weights",
     "parallelize",
+    "pareto",
     "plan",
+    "plans",
     "save_weights",
     "sweep",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "estimate", "graph", "parallelize", "plan", "sweep"),
+    "galv.api": (
+        "build_model",
+        "capture",
+        "estimate",
+        "explain",
+        "graph",
+        "parallelize",
+        "pareto",
+        "plan",
+        "plans",
+        "sweep",
+    ),
     "galv.errors": (
         "ClusterError",
         "GalvError",

@@ -7,28 +7,32 @@ optimal in the space, or comes with the gap that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 from typing import Literal
 
 from galv.cost_models.memory import reserved_bytes
-from galv.cost_models.unit import Degrees, FactsPricer
+from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
+from galv.planner.kinds import pipeline_choice, unit_kind
 from galv.planner.plan import SearchReport
-from galv.planner.plan_table import gib, gib_enough
+from galv.planner.plan_table import gib, gib_enough, seconds
 from galv.planner.reporter import Reporter
 from galv.planner.search.memory import least_memory, least_usable_bytes
-from galv.planner.search.outer import Outcome, Ranked, best_plans
+from galv.planner.search.outer import Outcome, Standing, best_plans
 from galv.planner.search.solution import Clock, Solution
 from galv.planner.search.solve import solve
 from galv.planner.space import Candidate, describe, exclusion
 from galv.planner.tables import Limits, PricedTable, priced_tables
+from galv.planner.unmet import unmet
 
 Objective = Literal["throughput", "memory", "cost"]
-"""The fastest step, the least peak memory, or the fewest device-seconds a sample: `cost` is `throughput` as long as all
-candidates use all devices."""
+"""The fastest step, the least peak memory, or the fewest device-seconds a sample, where fewer devices may do better."""
+Space = tuple[FactsPricer, Sequence[Candidate]]
+"""The candidates of one cluster, with its prices."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,7 @@ def best_plan(
     What is then left open is the report's gap.
     """
     return best_answers(
-        shared,
-        found,
+        [(shared, found)],
         budget_bytes,
         1,
         limits=limits,
@@ -70,8 +73,7 @@ def best_plan(
 
 
 def best_answers(
-    shared: FactsPricer,
-    found: Sequence[Candidate],
+    spaces: Sequence[Space],
     budget_bytes: int,
     number: int,
     *,
@@ -81,35 +83,69 @@ def best_answers(
     time_limit_seconds: float | None = None,
     tolerance: float = 0.0,
 ) -> tuple[Answer, ...]:
-    """The `number` best plans of different layouts, best first. Arguments and errors as for `best_plan`."""
+    """The `number` best plans of different layouts over all `spaces`, best first. Arguments and errors as for
+    `best_plan`.
+
+    By `cost` a plan's seconds count times the devices of its space's cluster; its gap is that of device-seconds.
+    """
     started = time.perf_counter()
     clock = Clock.limited(time_limit_seconds)
     reporter = reporter or Reporter()
-    priced = _tables(shared, found, budget_bytes, limits, reporter)
-    tables = [one.table for one in priced]
+    priced = all_tables(spaces, budget_bytes, limits, reporter)
+    wanted = number
     if objective == "memory":
-        least = [least_usable_bytes(table)[0] for table in tables]
-        closest = min(range(len(tables)), key=lambda i: least[i])
-        if least[closest] <= tables[closest].usable_bytes:
-            tables = [least_memory(tables[closest])]
-            priced = [replace(priced[closest], table=tables[0])]
-
-    def watch(done: int, total: int, better: Ranked | None) -> None:
-        reporter.progress(done, total)
-        if better is not None:
-            reporter.note(f"{better.solution.step_seconds:.4g} s: {describe(priced[better.table].candidate)}")
-
-    outcome = best_plans(tables, number, tolerance=tolerance, clock=clock, watch=watch)
-    reporter.progress(len(tables), len(tables))
+        priced = _of_least_memory(priced, number)
+        wanted = len(priced)
+    outcome = best_plans(
+        [one.table for one in priced],
+        wanted,
+        weights=[one.pricer.cluster.num_devices if objective == "cost" else 1.0 for one in priced],
+        tolerance=tolerance,
+        clock=clock,
+        watch=lambda standing: _tell(reporter, standing, priced),
+        alike=lambda ranked: _does(priced[ranked.table], ranked.solution),
+    )
+    reporter.progress(len(priced), len(priced))
     if not outcome.best:
         raise _infeasible(priced, budget_bytes)
     report = _report(outcome, time.perf_counter() - started)
-    return tuple(Answer(priced[one.table], one.solution, report) for one in outcome.best)
+    best = outcome.best
+    if objective == "memory":
+        best = tuple(sorted(best, key=lambda ranked: priced[ranked.table].table.usable_bytes))[:number]
+    return tuple(Answer(priced[one.table], one.solution, report) for one in best)
 
 
-def _report(outcome: Outcome, seconds: float) -> SearchReport:
+def _tell(reporter: Reporter, standing: Standing, priced: Sequence[PricedTable]) -> None:
+    reporter.progress(standing.done, standing.total)
+    if standing.best is None:
+        return
+    best = seconds(standing.best.solution.step_seconds)
+    reporter.standing(f"best {best}, at most {100 * standing.gap:.2g} % from optimal")
+    if standing.is_new:
+        reporter.note(f"{best}: {describe(priced[standing.best.table].candidate)}")
+
+
+def _does(priced: PricedTable, solution: Solution) -> Hashable:
+    """What a plan does: of two that do the same, one is enough."""
+    outer, starts = priced.candidate.outer, pairwise(solution.cut)
+    stages = [
+        tuple(option.strategy for option in stage.ordered(priced.table.chain[start:stop]))
+        for (start, stop), stage in zip(starts, solution.stages, strict=True)
+    ]
+    return priced.pricer.cluster.num_devices, outer, tuple(stages)
+
+
+def _of_least_memory(priced: Sequence[PricedTable], number: int) -> list[PricedTable]:
+    """The tables with the `number` least peaks, each with no more memory than that; all where none of them fits."""
+    least = [least_usable_bytes(one.table)[0] for one in priced]
+    most = sorted(least)[min(number, len(least)) - 1] * (1 + 1e-9)
+    kept = [one for one, usable in zip(priced, least, strict=True) if usable <= min(most, one.table.usable_bytes)]
+    return [replace(one, table=least_memory(one.table)) for one in kept] or list(priced)
+
+
+def _report(outcome: Outcome, taken_seconds: float) -> SearchReport:
     return SearchReport(
-        seconds=seconds,
+        seconds=taken_seconds,
         candidates=outcome.priced,
         proven_optimal=outcome.gap == 0.0,
         gap=outcome.gap,
@@ -118,22 +154,26 @@ def _report(outcome: Outcome, seconds: float) -> SearchReport:
     )
 
 
-def _tables(
-    shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int, limits: Limits, reporter: Reporter
-) -> list[PricedTable]:
+def all_tables(spaces: Sequence[Space], budget_bytes: int, limits: Limits, reporter: Reporter) -> list[PricedTable]:
+    """The tables of all candidates that the limits allow. Raises UsageError when there are none, saying why."""
     reporter.phase("pricing")
-    excluded: dict[Degrees | None, str | None] = {None: None}
+    total, done = sum(len(found) for _, found in spaces), 0
     tables: list[PricedTable] = []
-    for done, candidate in enumerate(found):
-        reporter.progress(done, len(found))
-        uniform = candidate.uniform
-        if uniform is not None and uniform not in excluded:
-            excluded[uniform] = exclusion(shared, uniform)
-        if excluded[uniform] is None:
-            tables += priced_tables(shared, candidate, budget_bytes, limits)
+    reasons: dict[str, None] = {}
+    for shared, found in spaces:
+        limits.constraints.check([unit_kind(shared.graph, unit) for unit in shared.graph.units])
+        for candidate in found:
+            reporter.progress(done, total)
+            done += 1
+            reason = None if candidate.uniform is None else exclusion(shared, candidate.uniform)
+            if reason is not None:
+                reasons[reason] = None
+            elif limits.constraints.allow_pipeline(pipeline_choice(candidate)):
+                tables += priced_tables(shared, candidate, budget_bytes, limits)
+    if not tables and limits.constraints.demands:
+        raise unmet(spaces, limits)
     if not tables:
-        reasons = sorted({reason for reason in excluded.values() if reason})
-        raise UsageError("no layout can exist for this model here: " + "; ".join(reasons))
+        raise UsageError("no layout can exist for this model here: " + "; ".join(sorted(reasons)))
     reporter.phase("searching")
     return tables
 
