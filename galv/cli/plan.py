@@ -24,8 +24,8 @@ Require = Annotated[
     typer.Option(
         "--require",
         metavar="DEMAND",
-        help="What the plan must have: tp=8, pp<=4, zero=2,3, offload, interleaved; with UNITS: in front for some units "
-        "only, such as model.layers.0-9:recompute=full. Repeatable.",
+        help="What the plan must have: tp=8, pp<=4, zero=2,3, interleaved; with UNITS: in front for some units only, "
+        "such as model.layers.0-9:recompute=full. Repeatable.",
     ),
 ]
 Forbid = Annotated[

@@ -104,10 +104,10 @@ def _plan(question: Question, answer: Answer) -> Plan:
 def _with_remedies(error: NoFeasiblePlan, question: Question, reporter: Reporter) -> NoFeasiblePlan:
     """`error`, saying which changes would do."""
     reporter.phase("nothing fits: trying changes")
-    found = relaxations(question.shared, question.request, question.limits, question.features)
-    remedies = [f"it would fit {relaxation}" for relaxation in found] or [
-        "no single change that was tried (demands, --optimizer sgd, a smaller global batch, more nodes) is enough"
-    ]
+    found, missed = relaxations(question.shared, question.request, question.limits, question.features)
+    remedies = [f"it would fit with {relaxation}" for relaxation in found]
+    if missed:
+        remedies.append(f"not enough alone: {', '.join(missed)}")
     return NoFeasiblePlan(
         error.message, smallest_budget_bytes=error.smallest_budget_bytes, causes=(*error.causes, *remedies)
     )

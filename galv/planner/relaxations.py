@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -15,13 +16,12 @@ from galv.planner.plan_table import gib_enough, seconds
 from galv.planner.planner import all_tables
 from galv.planner.reporter import Reporter
 from galv.planner.search.memory import least_usable_bytes
-from galv.planner.search.solution import Clock
 from galv.planner.search.solve import solve
 from galv.planner.space import RUNS, Candidate, Features, Request, candidates, describe, tensor_degrees
 from galv.planner.tables import Limits, PricedTable
 
 TRY_SECONDS = 3.0
-"""How long changes are tried; the one at hand is finished."""
+"""How long changes are tried, of the processor's time; the one at hand is finished."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +47,62 @@ class Relaxation:
 
     def __str__(self) -> str:
         needed = f"needs {gib_enough(self.needed_bytes)} GiB"
-        return f"{self.change}: {needed}, with {self.layout} ({seconds(self.step_seconds)} a step)"
+        return f"{self.change}: {self.layout} {needed} ({seconds(self.step_seconds)} a step)"
 
 
 def relaxations(
     shared: FactsPricer, request: Request, limits: Limits, features: Features = RUNS
-) -> tuple[Relaxation, ...]:
-    """The changes that make a plan fit, the first of each sort that does, those that need no hardware first."""
-    clock = Clock.limited(TRY_SECONDS)
+) -> tuple[tuple[Relaxation, ...], tuple[str, ...]]:
+    """(the changes that make a plan fit, the least of each sort; the sorts of changes that do not, or were not tried).
+
+    Changes that need no hardware come first.
+    """
+    end = time.process_time() + TRY_SECONDS
     found: list[Relaxation] = []
-    for sort in _sorts(shared, request, limits):
-        for change in sort:
-            if clock.is_over:
-                return tuple(found)
-            relaxation = _tried(change, features)
-            if relaxation is not None:
-                found.append(relaxation)
-                break
-    return tuple(found)
+    missed: list[str] = []
+    for name, sort in _sorts(shared, request, limits):
+        relaxation = _least(sort, features, end)
+        if relaxation is not None:
+            found.append(relaxation)
+        else:
+            missed.append(f"{name} (not tried to the end: time was up)" if time.process_time() > end else name)
+    return tuple(found), tuple(missed)
 
 
-def _sorts(shared: FactsPricer, request: Request, limits: Limits) -> Iterator[Iterator[Change]]:
+def _least(sort: Iterator[Change], features: Features, end: float) -> Relaxation | None:
+    """The first change that does, before the process has used `end` seconds."""
+    for change in sort:
+        if time.process_time() > end:
+            return None
+        relaxation = _tried(change, features)
+        if relaxation is not None:
+            return relaxation
+    return None
+
+
+def _sorts(shared: FactsPricer, request: Request, limits: Limits) -> Iterator[tuple[str, Iterator[Change]]]:
     """Changes by sort, the least first."""
     for demand in limits.constraints.demands:
         others = Constraints(tuple(one for one in limits.constraints.demands if one is not demand))
-        yield iter([Change(f"without {demand}", shared, request, replace(limits, constraints=others))])
+        name = f"without {demand}"
+        yield name, iter([Change(f"no {demand}", shared, request, replace(limits, constraints=others))])
     if request.optimizer != "sgd":
-        yield iter([Change("--optimizer sgd", shared, replace(request, optimizer="sgd"), limits)])
+        yield "--optimizer sgd", iter([Change("--optimizer sgd", shared, replace(request, optimizer="sgd"), limits)])
+    yield "more nodes", _with_more_nodes(shared, request, limits)
     yield (
-        Change(f"--global-batch {batch}", shared, replace(request, global_batch=batch), limits)
-        for batch in _halves(request.global_batch)
+        "a smaller global batch",
+        (
+            Change(f"--global-batch {batch}", shared, replace(request, global_batch=batch), limits)
+            for batch in _halves(request.global_batch)
+        ),
     )
-    yield (
-        Change(
-            f"{nodes} nodes in place of {shared.cluster.num_nodes}", FactsPricer(shared.graph, cluster), request, limits
-        )
-        for nodes in (times * shared.cluster.num_nodes for times in (2, 4, 8, 16))
-        for cluster in with_nodes(shared.cluster, nodes)
-    )
+
+
+def _with_more_nodes(shared: FactsPricer, request: Request, limits: Limits) -> Iterator[Change]:
+    now = shared.cluster.num_nodes
+    for nodes in (2 * now, 4 * now, 8 * now, 16 * now):
+        for cluster in with_nodes(shared.cluster, nodes):
+            yield Change(f"{nodes} nodes in place of {now}", FactsPricer(shared.graph, cluster), request, limits)
 
 
 def _halves(number: int) -> Iterator[int]:

@@ -35,13 +35,15 @@ class Why:
     runner_up: Strategy | None
     """The next best for this unit alone; None where no other fits."""
     step_seconds: float
-    """What switching to it adds to a step, the stage's other units chosen anew."""
+    """What one unit more of it adds to a step, the stage's other units chosen anew."""
     stage_seconds: float
     """What it adds to the stage's own busy seconds."""
     held_bytes: float
     """What it adds to the bytes that the unit holds."""
     fastest: Strategy
     """What the unit would have if memory were free."""
+    fastest_held_bytes: float
+    """What it would hold then beyond what it holds now."""
     seconds_per_gib: float
     """What one GiB more per device would save of the stage's seconds, as far as one unit's change goes."""
     peak_bytes: int
@@ -60,17 +62,18 @@ class Why:
     def _binding(self, peak: str) -> str:
         if self.binds == "memory":
             worth = f"; a GiB more would save {seconds(self.seconds_per_gib)}" if self.seconds_per_gib > 0 else ""
-            return f"memory binds: {peak}{worth}; with memory to spare it would be {self.fastest}"
+            spare = f"with {size(self.fastest_held_bytes)} to spare it would be {self.fastest}"
+            return f"memory binds: {peak}{worth}; {spare}"
         return f"{self.binds} binds: nothing is faster for this unit, whatever its memory; {peak}"
 
     def _switch(self) -> Iterator[str]:
         if self.runner_up is None:
-            yield "no other strategy fits in its place"
+            yield "not one unit more of any other strategy fits"
             return
         more = "more" if self.held_bytes >= 0 else "less"
         step = f"{seconds(self.step_seconds)} a step" if self.step_seconds > 0 else "nothing a step"
         yield f"runner-up: {self.runner_up}"
-        yield f"switching costs {step} and the unit holds {size(abs(self.held_bytes))} {more}"
+        yield f"one unit more of that costs {step} and the unit holds {size(abs(self.held_bytes))} {more}"
         if self.stage_seconds > self.step_seconds * (1 + 1e-6) + 1e-9:
             yield f"its stage would be busy for {seconds(self.stage_seconds)} more, part of which hides in waiting"
 
@@ -100,9 +103,10 @@ def _said(plan: Plan, unit: Unit, table: CostTable, found: Explanation) -> Why:
     shape = Shape.of(table)
     rank = shape.rank(found.chunk)
     in_flight = shape.in_flight(rank)
-    held = (
-        0.0 if found.runner_up is None else found.runner_up.held_bytes(in_flight) - found.chosen.held_bytes(in_flight)
-    )
+    held = [
+        0.0 if option is None else option.held_bytes(in_flight) - found.chosen.held_bytes(in_flight)
+        for option in (found.runner_up, found.fastest)
+    ]
     estimates = {
         one.name: cost
         for r, stage in enumerate(plan.estimate.stages)
@@ -118,8 +122,9 @@ def _said(plan: Plan, unit: Unit, table: CostTable, found: Explanation) -> Why:
         runner_up=None if found.runner_up is None else found.runner_up.strategy,
         step_seconds=found.step_seconds,
         stage_seconds=found.stage_seconds,
-        held_bytes=held,
+        held_bytes=held[0],
         fastest=found.fastest.strategy,
+        fastest_held_bytes=max(held[1], 0.0),
         seconds_per_gib=found.seconds_per_gib,
         peak_bytes=plan.estimate.peak_bytes[rank],
         budget_bytes=plan.cluster.memory_budget_bytes,
