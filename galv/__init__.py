@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from galv.api import (
         build_model,
         capture,
+        check,
         estimate,
         explain,
         graph,
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "build_model",
     "capture",
+    "check",
     "estimate",
     "explain",
     "graph",
@@ -69,6 +71,7 @@ _HOMES = {
     "galv.api": (
         "build_model",
         "capture",
+        "check",
         "estimate",
         "explain",
         "graph",

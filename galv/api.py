@@ -35,7 +35,7 @@ from galv.planner.plan import (
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
 from galv.profiles.stack import StackProfile, load_stack
-from galv.tracing import captured, check_inputs, fingerprint_of, pricer_of
+from galv.tracing import captured, pricer_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from galv.planner.space import Request
     from galv.planner.sweep import Sweep
     from galv.planner.why import Why
+    from galv.runtime.check_report import Check
     from galv.runtime.materialize import Weights
     from galv.runtime.module import ParallelModule
 
@@ -152,6 +153,8 @@ def explain(
     The plan's model is traced and priced again; `model` and `example_inputs` are needed where the plan was made from an
     object. Raises UsageError for a unit that the plan does not have, ModelError for a model that is not the plan's.
     """
+    from galv.cost_models.unit import FactsPricer
+    from galv.planner.capture.of_plan import graph_of, source_of
     from galv.planner.clusters import of_shape
     from galv.planner.why import why
 
@@ -159,19 +162,9 @@ def explain(
         raise UsageError(f"this plan prices how {plan.training.stack} would run; only plans of galv's own are searched")
     if model is None and plan.model.source is None:
         raise ModelError("this plan was made from a model object; say which: galv.explain(plan, unit, model=...)")
-    given, inputs = (plan.model.source, plan.model.inputs_source) if model is None else (model, example_inputs)
-    assert given is not None, "checked"
     cluster = of_shape(load_cluster(plan.cluster.spec), plan.cluster.devices_per_node, plan.cluster.num_nodes)
-    known = training_request(
-        cluster,
-        plan.training.global_batch,
-        plan.training.seq_len,
-        plan.training.precision,
-        plan.training.optimizer,
-        None,
-    )
-    _, shared = captured(given, inputs, cluster, known, Reporter(), None, ())
-    return why(plan, shared, unit)
+    graph = graph_of(plan, source_of(plan, model, example_inputs))
+    return why(plan, FactsPricer(graph, cluster), unit)
 
 
 def sweep(
@@ -372,6 +365,7 @@ def parallelize(
     Raises RunError when the world size is not the plan's, UsageError when the model or the name of its targets is not.
     """
     from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of
     from galv.runtime.parallelize import parallelize as apply
 
     if plan.training.stack != "galv":
@@ -388,21 +382,59 @@ def parallelize(
     )
 
 
+def check(
+    plan: Plan,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    example_inputs: Any = None,
+    *,
+    rank: int | None = None,
+    all_stages: bool = False,
+) -> Check:
+    """The plan's training step as one rank runs it at the plan's full world size, beside the plan's estimate.
+
+    The real runtime runs on one CPU, with tensors that have no memory and collectives that return at once: what it
+    holds, byte by byte, and every collective that it calls. `rank` is by default the first one of the fullest stage;
+    `all_stages` runs the first rank of each. `model` and `example_inputs` are needed where the plan was made from an
+    object. Raises ModelError when the model is not the plan's, UsageError for a rank that the plan has not.
+    """
+    from galv.cost_models.collectives import step_collectives
+    from galv.planner.capture.attention import fused_attention
+    from galv.planner.capture.glue import glue_for
+    from galv.planner.capture.of_plan import fingerprint_of, graph_of, source_of
+    from galv.runtime.check_report import compared
+    from galv.runtime.dry_run import dry_run
+
+    if plan.training.stack != "galv":
+        raise UsageError(f"this plan prices how {plan.training.stack} would run, which galv cannot check")
+    if rank is not None and all_stages:
+        raise UsageError("check one rank or one of every stage, not both")
+    source = source_of(plan, model, example_inputs)
+    per_stage = plan.num_devices // plan.pipeline.degree
+    fullest = max(range(plan.pipeline.degree), key=lambda stage: plan.estimate.peak_bytes[stage])
+    chosen = fullest * per_stage if rank is None else whole_number("rank", rank, least=0)
+    runs = [
+        dry_run(
+            source.build,
+            plan,
+            each,
+            glue=lambda model, num_samples: glue_for(model, plan, num_samples),
+            fingerprint=lambda model: fingerprint_of(model, plan),
+            kernels=lambda: fused_attention(plan.cluster.kind),
+        )
+        for each in (range(0, plan.num_devices, per_stage) if all_stages else [chosen])
+    ]
+    graph = graph_of(plan, source)
+    return compared(plan, runs, {run.stage: step_collectives(plan, graph, run.stage) for run in runs})
+
+
 def build_model(plan: Plan) -> nn.Module:
     """The model that `plan` was made for, on the meta device.
 
     Raises ModelError when it was planned from an object, and when its inputs are no longer those of the plan.
     """
-    from galv.planner.capture.source import resolve_model
+    from galv.planner.capture.of_plan import source_of
 
-    if plan.model.source is None:
-        raise ModelError(
-            "this plan was made from a model object, so only a script that has the model can run it: "
-            "galv run PLAN SCRIPT, with galv.parallelize(model, plan) in the script"
-        )
-    source = resolve_model(plan.model.source, plan.model.inputs_source, seq_len=plan.training.seq_len)
-    check_inputs(source, plan)
-    return source.build()
+    return source_of(plan).build()
 
 
 # ----------------------------------------------------------------------------------------------- inside
@@ -459,14 +491,5 @@ def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Re
 
 
 __all__ = [
-    "build_model",
-    "capture",
-    "estimate",
-    "explain",
-    "graph",
-    "parallelize",
-    "pareto",
-    "plan",
-    "plans",
-    "sweep",
-]
+    "build_model", "capture", "check", "estimate", "explain", "graph", "parallelize", "pareto", "plan", "plans", "sweep"
+]  # fmt: skip

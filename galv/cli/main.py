@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.check import check
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
@@ -34,6 +35,7 @@ app.command()(plan)
 app.command()(estimate)
 app.command()(graph)
 app.command()(show)
+app.command()(check)
 app.command()(diff)
 app.command()(sweep)
 app.command(cls=RunCommand)(run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, lcm, log2
+from math import ceil, lcm, log2, sqrt
 
 from galv.planner.graph import CollectiveKind
 from galv.profiles.cluster import ClusterProfile
@@ -101,11 +101,14 @@ def _stage_border(cluster: ClusterProfile, stride: int, boundary: int | None) ->
 def _network_bytes_per_second(group: Group, cluster: ClusterProfile) -> float:
     """Nominal network bandwidth that the members of one group in one node have together.
 
-    Each member reaches one card; all groups of the node together have no more than all its cards.
+    Each member reaches one card; all groups of the node together have no more than all its cards. Rates that fall with
+    the number of nodes fall with the group's and with the whole job's, whose other groups send at the same time: by the
+    geometric mean of both.
     """
     link = cluster.inter_node
     cards = min(float(group.per_node), cluster.links_per_node, cluster.links_per_node / group.per_node_groups)
-    decay = (2 / group.num_nodes) ** link.node_decay if group.num_nodes > 2 else 1.0
+    nodes = sqrt(group.num_nodes * max(group.num_nodes, cluster.num_nodes))
+    decay = (2 / nodes) ** link.node_decay if nodes > 2 else 1.0
     return cards * link.bytes_per_second * decay
 
 
@@ -126,8 +129,13 @@ def _ring_bytes_per_second(group: Group, cluster: ClusterProfile, *, gather: boo
 
 
 def _ring_hops_seconds(group: Group, cluster: ClusterProfile) -> float:
-    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency."""
-    between = group.num_nodes - 1
+    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency.
+
+    The ring passes between nodes once for each node, and the part that goes furthest leaves out one hop, inside a node
+    where there is one.
+    """
+    alone = group.size == group.num_nodes
+    between = 0 if group.num_nodes == 1 else group.num_nodes - alone
     inside = group.size - 1 - between
     return between * cluster.inter_node.latency_seconds + inside * cluster.intra_node.latency_seconds
 

@@ -296,13 +296,8 @@ class FactsPricer:
 
 
 def _sharded_names(layout: TensorParallelLayout | None) -> frozenset[str]:
-    names = (
-        ".".join(part for part in (module.module, name) if part)
-        for module in (layout.modules if layout else ())
-        for name, change in module.parameters.items()
-        if change.source.kind == "S"
-    )
-    return frozenset(names)
+    layouts = {} if layout is None else layout.parameter_layouts
+    return frozenset(name for name, stored in layouts.items() if stored.kind == "S")
 
 
 # ----------------------------------------------------------------------------------------------- pricing facts

@@ -77,6 +77,9 @@ class UnitFacts:
     """Most bytes alive at once inside backward, beyond parameters, their gradients and what forward saved."""
     input_is_saved: bool = True
     """Whether the unit itself keeps its input for backward; where not, only recomputation does."""
+    num_recomputed: int | None = None
+    """How many operators of forward run before the last tensor is kept for backward: recomputation ends there. None:
+    all."""
 
     def phase(self, phase: Phase) -> tuple[Operator, ...]:
         """The operators of one direction, in order."""

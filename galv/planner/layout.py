@@ -132,6 +132,15 @@ class TensorParallelLayout(Frozen):
     modules: tuple[ModuleLayout, ...]
     local_arguments: tuple[LocalArgument, ...] = ()
 
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """How each parameter is stored, by its name within the unit."""
+        return {
+            f"{module.module}.{name}".lstrip("."): change.source
+            for module in self.modules
+            for name, change in module.parameters.items()
+        }
+
 
 class SequenceCut(Frozen):
     """How a tensor lies on a context axis of `degree` ranks: cut along `dim`, see `SequenceLayout.balanced`."""

@@ -75,8 +75,16 @@ def _not_run(unit: Unit) -> Iterator[str]:
         yield f"unit {unit.name}: galv does not run expert parallelism beside a context axis ({strategy})"
     if strategy.ep > 1 and strategy.dp_shard % strategy.ep and strategy.ep % strategy.dp_shard:
         yield f"unit {unit.name}: ep {strategy.ep} neither divides dp_shard {strategy.dp_shard} nor is a multiple of it"
-    if strategy.offload:
-        yield f"unit {unit.name}: galv does not run offload ({', '.join(strategy.offload)})"
+    if "parameters" in strategy.offload and strategy.zero != 3:
+        yield (
+            f"unit {unit.name}: parameters are offloaded under zero 3 only, not zero {strategy.zero}, where a copy of "
+            "them stays on the device; offload 'optimizer' there"
+        )
+    elif strategy.zero == 3 and ("parameters" in strategy.offload) != ("optimizer" in strategy.offload):
+        yield (
+            f"unit {unit.name}: under zero 3 the optimizer's masters are the parameters; offload both or neither, not "
+            f"{', '.join(strategy.offload)}"
+        )
 
 
 def _context(plan: Plan, unit: Unit) -> Iterator[str]:

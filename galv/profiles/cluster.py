@@ -72,7 +72,7 @@ class LinkProfile(Figures):
     base_seconds: Seconds
     """Added by each collective, whatever its size and group."""
     node_decay: float = Field(0.0, ge=0, le=1)
-    """Between nodes: a group on n > 2 nodes reaches (2 / n) to this power of the rate."""
+    """Between nodes: a group on n > 2 nodes, all of the job's, reaches (2 / n) to this power of the rate."""
     group_shares: dict[int, Share] = Field(default_factory=dict)
     """Inside a node: what groups of so many devices reach of the rate; larger ones reach all of it."""
     devices_per_link: int = Field(ge=1)

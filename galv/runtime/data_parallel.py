@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from galv.planner.plan import Plan, Precision, Unit
+from galv.planner.plan import Plan, Precision, Strategy, Unit
 from galv.runtime.replicas import Replicas
 
 COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
@@ -82,13 +82,17 @@ def _depth(group: tuple[Unit, ...]) -> int:
 def uses_ddp(plan: Plan) -> bool:
     """Whether DistributedDataParallel runs this plan."""
     strategies = [unit.strategy for unit in plan.units()]
-    plain = all(own.zero == 0 and own.tp == own.cp == own.ep == 1 for own in strategies)
+    plain = all(
+        own.zero == 0 and own.tp == own.cp == own.ep == 1 and not _keeps_masters_away(own) for own in strategies
+    )
     return plain and plan.pipeline.degree == 1 and plan.training.precision == "fp32" and plan.data_parallel_degree > 1
 
 
 def uses_fsdp(plan: Plan, unit: Unit) -> bool:
-    """Whether `fully_shard` runs `unit`; where neither it nor DDP does, there is nothing to reduce or cast."""
-    return not uses_ddp(plan) and (unit.strategy.dp * unit.strategy.cp > 1 or plan.training.precision != "fp32")
+    """Whether `fully_shard` runs `unit`; where neither it nor DDP does, there is nothing to reduce, cast or offload."""
+    own = unit.strategy
+    needed = own.dp * own.cp > 1 or plan.training.precision != "fp32" or _keeps_masters_away(own)
+    return needed and not uses_ddp(plan)
 
 
 def uses_traced_forward(plan: Plan) -> bool:
@@ -100,13 +104,20 @@ def uses_traced_forward(plan: Plan) -> bool:
     return plan.pipeline.degree > 1 or len(plan.data_degrees) > 1
 
 
-def shard(modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision) -> FSDPModule:
+def _keeps_masters_away(strategy: Strategy) -> bool:
+    """Whether masters lie on the host, where FSDP keeps them."""
+    return "optimizer" in strategy.offload
+
+
+def shard(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision, offload: OffloadPolicy
+) -> FSDPModule:
     """One FSDP group of `modules`, in place, over their `Meshes.data`. Apply to inner modules first."""
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     target: Any = list(modules) if len(modules) > 1 else modules[0]
-    fully_shard(target, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(target, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, offload_policy=offload)
     group = modules[0]
     assert isinstance(group, FSDPModule), "fully_shard makes its modules FSDP modules"
     # gloo knows only sums, and NCCL sums without copies; the division is of the reduced shard.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -145,7 +145,12 @@ def _distributed(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def shard_experts(
-    modules: Sequence[nn.Module], mesh: DeviceMesh, zero: int, precision: Precision, degree: int
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    zero: int,
+    precision: Precision,
+    degree: int,
+    offload: OffloadPolicy,
 ) -> FSDPModule:
     """One FSDP group of experts modules, in place, over the `Meshes.expert_data` that hold the same experts.
 
@@ -163,6 +168,7 @@ def shard_experts(
         mesh=mesh,
         reshard_after_forward=zero == 3,
         mp_policy=policy,
+        offload_policy=offload,
         shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, size)),
     )
     group = modules[0]

@@ -45,7 +45,8 @@ def full_tensor(tensor: Tensor, layout: Layout) -> Tensor:
     """The full tensor that `tensor` is this rank's part of; `layout` is how the tensor axis cuts it. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    mesh = tensor.device_mesh
+    local = tensor.to_local().detach().to(mesh.device_type)  # offloaded ones lie elsewhere
     names = mesh.mesh_dim_names or ()
     shape = list(tensor.shape)
     if layout.kind == "S":

@@ -43,7 +43,7 @@ def total_norm(
             parts.setdefault(key, (groups, []))[1].append(_local(parameter.grad))
     total = torch.zeros((), device=device)
     for groups, gradients in parts.values():
-        total += _sum_over(get_total_norm(gradients, foreach=True).float().square(), groups)
+        total += _sum_over(get_total_norm(gradients, foreach=True).to(device).float().square(), groups)
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()

@@ -39,7 +39,7 @@ class Initializer:
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._aliases = _aliases(model)
-        self._skeleton = _skeleton(model)
+        self._skeleton = on_meta(model)
         self._ties = Ties(self._skeleton)
         self._pieces = {
             f"{name}.{own}".lstrip("."): piece
@@ -90,7 +90,7 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() for name in group}
 
 
-def _skeleton(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
     """A copy of `model` with every tensor on the meta device."""
     metas: dict[int, object] = {
         id(tensor): nn.Parameter(_meta(tensor), tensor.requires_grad)

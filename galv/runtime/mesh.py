@@ -33,9 +33,10 @@ class Meshes:
         self._world, self._per_stage = plan.num_devices, plan.num_devices // plan.pipeline.degree
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._tensor: dict[int, DeviceMesh] = {}
         # All now, and in the plan's order: no rank may make groups that others do not.
         for unit in plan.units():
-            self.of(unit.strategy)
+            self._tensor.setdefault(unit.strategy.tp, self.of(unit.strategy)["tp"])
             self.context(unit.strategy)
             if unit.strategy.ep > 1:
                 self.experts(unit.strategy)
@@ -79,7 +80,7 @@ class Meshes:
 
     def tensor(self, degree: int) -> DeviceMesh:
         """The tensor axis of units with that degree."""
-        return next(mesh for degrees, mesh in self._meshes.items() if degrees[-1] == degree)["tp"]
+        return self._tensor[degree]
 
     # -- the pipeline axis
 

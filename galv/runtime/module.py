@@ -195,14 +195,19 @@ class ParallelModule(nn.Module):
         return value.chunk(count, dim)
 
     def _check_size(self, batch: Mapping[str, Any], expected: int, what: str) -> None:
-        dims = self._batch_dims()
+        dims, model = self._batch_dims(), self.plan.model
+        lengths = {
+            spec.name: model.input_shape(spec, expected)[spec.batch_dim]
+            for spec in model.inputs
+            if spec.batch_dim is not None
+        }
         for name, value in batch.items():
-            dim = dims.get(name, 0)
-            if isinstance(value, Tensor) and dim is not None and value.shape[dim] != expected:
+            dim, length = dims.get(name, 0), lengths.get(name, expected)
+            if isinstance(value, Tensor) and dim is not None and value.shape[dim] != length:
                 raise UsageError(
-                    f"{what} has {value.shape[dim]} samples of {name!r}, but the plan needs {expected} "
-                    f"(global batch {self.plan.training.global_batch}, {self.plan.data_parallel_degree} data-parallel "
-                    f"groups); plan again with another global batch to train with more or fewer"
+                    f"{what} has {value.shape[dim] * expected // length} samples of {name!r}, but the plan needs "
+                    f"{expected} (global batch {self.plan.training.global_batch}, {self.plan.data_parallel_degree} "
+                    f"data-parallel groups); plan again with another global batch to train with more or fewer"
                 )
 
     def _batch_dims(self) -> dict[str, int | None]:

@@ -22,6 +22,7 @@ from galv.runtime.loss_scale import LossScale
 from galv.runtime.materialize import Materializer, Weights, broadcast_weights
 from galv.runtime.mesh import Meshes, join_world
 from galv.runtime.module import ParallelModule, Parts
+from galv.runtime.offload import ActivationOffload, HostMemory, state_policy
 from galv.runtime.pipeline import StageModule, build_stage, separate_copies, side_by_side
 from galv.runtime.randomness import Randomness, ShardRegions, Streams, seed_from
 from galv.runtime.recompute import apply_recompute
@@ -29,7 +30,7 @@ from galv.runtime.replicas import Replicas
 from galv.runtime.schedule import PipelineRunner
 from galv.runtime.sequence_parallel import apply_sequence_parallel
 from galv.runtime.sized_glue import Glue, sized
-from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output
+from galv.runtime.tensor_parallel import apply_tensor_parallel, convert_input, convert_output, stored_layouts
 from galv.runtime.ties import Ties
 from galv.runtime.transfers import directions
 from galv.schedules import SPLIT, Operation
@@ -99,6 +100,8 @@ def _apply(here: _Here, materializer: Materializer) -> None:
         _draw(here, unit)
     # Outside of recompute, so that a recomputed block does not move its input again.
     _convert_borders(here)
+    # Last, when it is known what of a unit are parameters.
+    _offload_activations(here)
 
 
 @dataclass(frozen=True)
@@ -216,10 +219,8 @@ def _tensor_parallel(here: _Here, unit: Unit) -> None:
     for name in unit.modules:
         regions.surround(here.module(name), is_sharded=unit.activation.kind == "S")
     apply_tensor_parallel(lambda name: here.module(absolute_name(unit.modules, name)), layout, mesh, here.ties, regions)
-    for part in layout.modules:
-        for own_name, change in part.parameters.items():
-            name = absolute_name(unit.modules, f"{part.module}.{own_name}".lstrip("."))
-            here.layouts.update(dict.fromkeys(_aliases(name, here.plan), change.source))
+    for name, stored in stored_layouts(unit, layout).items():
+        here.layouts.update(dict.fromkeys(_aliases(name, here), stored))
 
 
 def _expert_parallel(here: _Here, unit: Unit) -> None:
@@ -230,7 +231,8 @@ def _expert_parallel(here: _Here, unit: Unit) -> None:
     modules = apply_expert_parallel(here.module(unit.modules[0]).get_submodule, layout, mesh, here.ties)
     precision = here.plan.training.precision
     data = here.meshes.expert_data(strategy)
-    here.sync.add(shard_experts(modules, data, strategy.zero, precision, strategy.ep), strategy.zero)
+    offload = state_policy((strategy,), here.device)
+    here.sync.add(shard_experts(modules, data, strategy.zero, precision, strategy.ep, offload), strategy.zero)
 
 
 def _sequence_parallel(here: _Here, unit: Unit) -> None:
@@ -240,9 +242,10 @@ def _sequence_parallel(here: _Here, unit: Unit) -> None:
         apply_sequence_parallel(here.module(block), layout, here.meshes.context(unit.strategy), here.device)
 
 
-def _aliases(name: str, plan: Plan) -> tuple[str, ...]:
-    """All names of the parameter called `name`."""
-    return next((group for group in plan.model.tied if name in group), (name,))
+def _aliases(name: str, here: _Here) -> tuple[str, ...]:
+    """All names on this stage of the parameter called `name`; a copy on another may be cut in another way."""
+    group = next((group for group in here.plan.model.tied if name in group), (name,))
+    return tuple(alias for alias in group if any(data_parallel.owns(unit, alias) for unit in here.units))
 
 
 def _recompute(here: _Here, unit: Unit) -> None:
@@ -268,7 +271,18 @@ def _shard(here: _Here, group: Group) -> None:
         return
     mesh = here.meshes.data(group.unit.strategy)
     modules = [here.module(name) for unit in group.units for name in unit.modules]
-    here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision), group.zero)
+    offload = state_policy((unit.strategy for unit in group.units), here.device)
+    here.sync.add(data_parallel.shard(modules, mesh, group.zero, here.plan.training.precision, offload), group.zero)
+
+
+def _offload_activations(here: _Here) -> None:
+    units = [unit for unit in here.units if "activations" in unit.strategy.offload]
+    if not units:
+        return
+    offload = ActivationOffload(HostMemory(here.device))
+    for unit in units:
+        for name in unit.modules:
+            offload.add(here.module(name))
 
 
 def _shard_root(here: _Here) -> None:

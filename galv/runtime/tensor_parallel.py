@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from galv.errors import RunError
 from galv.localize import Redistribute, localize
-from galv.planner.plan import Layout, Redistribution, TensorParallelLayout
+from galv.planner.plan import Layout, Redistribution, TensorParallelLayout, Unit, absolute_name
 from galv.runtime.randomness import ShardRegions
 from galv.runtime.ties import Ties
 
@@ -56,6 +56,12 @@ def _dim(layout: Layout) -> int:
     return layout.dim
 
 
+def stored_layouts(unit: Unit, layout: TensorParallelLayout | None) -> dict[str, Layout]:
+    """How the tensor axis stores the parameters of `unit`, by their names in the model."""
+    stored = {} if layout is None else layout.parameter_layouts
+    return {absolute_name(unit.modules, name): each for name, each in stored.items()}
+
+
 def distribute_parameters(
     module_named: Callable[[str], nn.Module], layout: TensorParallelLayout, mesh: DeviceMesh, ties: Ties
 ) -> None:
@@ -84,7 +90,30 @@ def _distributed(full: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Par
 def local_parameter(module: nn.Module, name: str) -> Tensor:
     """This rank's part of a module's own parameter as stored; its gradient returns to the parameter."""
     parameter = module.get_parameter(name)
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    own = _OwnGradient.apply(parameter.to_local())
+    assert isinstance(own, Tensor)
+    return own
+
+
+class _OwnGradient(torch.autograd.Function):
+    """The same tensor, whose gradient shares its storage with no other parameter's.
+
+    Autograd copies a gradient that is in use elsewhere before a parameter keeps it, but cannot see that inside of a
+    DTensor: a class token and the positions that are added to it would accumulate into one storage. That happens where
+    nothing was summed up over samples: the gradient is a part of another one, or, as long as one sample, all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        is_part = gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size()
+        is_one_sample = gradient.ndim > 1 and gradient.shape[0] == 1
+        return gradient.clone(memory_format=torch.contiguous_format) if is_part or is_one_sample else gradient
 
 
 # ----------------------------------------------------------------------------------------------- activations
@@ -119,8 +148,12 @@ def _goes_by_replication(source: Layout, target: Layout, mesh: DeviceMesh) -> bo
     gloo has none; DTensor would gather and cut, too, and warn.
     """
     if source.kind == target.kind == "S":
-        return source.chunks > 1 or target.chunks > 1 or mesh.device_type == "cpu"
+        return source.chunks > 1 or target.chunks > 1 or _lacks_all_to_all(mesh)
     return (source.kind, target.kind) == ("P", "R+")
+
+
+def _lacks_all_to_all(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cpu"
 
 
 def _move(tensor: Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Tensor:

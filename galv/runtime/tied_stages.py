@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from galv.planner.plan import Plan
+from galv.runtime.data_parallel import owns
+from galv.runtime.mesh import without_context
 from galv.runtime.pipeline import StageModule, module_stages, stage_of
 from galv.runtime.recompute import original_name
+from galv.runtime.tensor_parallel import stored_layouts
 from galv.schedules import rank_of_chunk
 
 
@@ -44,7 +47,7 @@ class TiedCopies:
             held = sorted({stage_of(name, owners) for name in names})
             if len(held) > 1:
                 own = tuple(_own(stages, names))
-                alike = self._layouts_are_equal(own)
+                alike = _cut_alike(plan, names)
                 ranks = [rank_of_chunk(plan.pipeline.schedule, plan.pipeline.degree, stage) for stage in held]
                 if own:
                     self._copies.append(_Copies(own, tuple(dict.fromkeys(ranks)), alike))
@@ -99,10 +102,16 @@ class TiedCopies:
             work.wait()
         return list(found.values())
 
-    def _layouts_are_equal(self, own: Iterable[nn.Parameter]) -> bool:
-        answers: list[object] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(answers, [repr(_layout(parameter)) for parameter in own], group=self._group)
-        return len({layout for answer in answers for layout in answer}) == 1  # type: ignore[attr-defined]
+
+def _cut_alike(plan: Plan, names: Iterable[str]) -> bool:
+    """Whether the ranks at the same place of each stage hold the same part of the tied weight `names`."""
+    parts = set()
+    for unit in plan.units():
+        if any(owns(unit, name) for name in names):
+            stored, mesh = stored_layouts(unit, plan.layout_of(unit)), without_context(unit.strategy)
+            cut = next((stored[name] for name in names if name in stored), None)
+            parts.add((mesh.tp, mesh.dp_shard, mesh.dp_replicate, cut))
+    return len(parts) == 1
 
 
 def _own(stages: Sequence[StageModule], names: Iterable[str]) -> Iterable[nn.Parameter]:
@@ -120,12 +129,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _layout(parameter: Tensor) -> tuple[object, ...]:
-    if isinstance(parameter, DTensor):
-        return (tuple(parameter.to_local().shape), str(parameter.placements), tuple(parameter.device_mesh.shape))
-    return (tuple(parameter.shape),)
 
 
 def _in_layout(tensor: Tensor, is_shard: bool, parameter: nn.Parameter) -> Tensor:

@@ -59,6 +59,7 @@ SURFACE = {
         "--json",
     },
     "show": {"PLAN.JSON", "--json", "--timeline", "--explain"},
+    "check": {"PLAN.JSON", "--rank", "--all-stages", "--json"},
     "diff": {"A.JSON", "B.JSON", "--json"},
     "sweep": {
         "MODEL",

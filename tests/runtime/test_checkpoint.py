@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "zero3": (2, {"zero": 3, "micro_batch": 2}),
     "tp2 x zero1": (4, {"tp": 2, "zero": 1, "micro_batch": 2}),
     "pp2 x zero2": (4, {"pp": 2, "zero": 2, "micro_batch": 2}),
+    "ep2 x zero3": (4, {"ep": 2, "zero": 3}),
+    "ep4": (4, {"ep": 4}),
 }
 
 
@@ -77,21 +79,26 @@ def resume(model: str, text: str, folder: str, more: int) -> tuple[int, list[flo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resuming_gives_the_unbroken_losses(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Under the same plan, to the last bit."""
-    plan = plan_of("gpt2", layout)
-    unbroken = pool.run(save_after, plan.num_devices, "gpt2", plan.to_json(), str(tmp_path), 2, 2)
+    model = "mixtral" if layout.startswith("ep") else "gpt2"
+    plan = plan_of(model, layout)
+    unbroken = pool.run(save_after, plan.num_devices, model, plan.to_json(), str(tmp_path), 2, 2)
 
-    resumed = pool.run(resume, plan.num_devices, "gpt2", plan.to_json(), str(tmp_path), 2)
+    resumed = pool.run(resume, plan.num_devices, model, plan.to_json(), str(tmp_path), 2)
 
     assert resumed == [(2, losses) for losses in unbroken]
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one"), ("ep2 x zero3", "zero3"), ("zero3", "ep4")],
+)
 def test_a_run_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     """Weights and moments are those of before, in other shards on other ranks."""
-    old, new = plan_of("llama", before), plan_of("llama", after)
-    unbroken = pool.run(save_after, old.num_devices, "llama", old.to_json(), str(tmp_path), 2, 2)
+    model = "mixtral" if "ep" in before + after else "llama"
+    old, new = plan_of(model, before), plan_of(model, after)
+    unbroken = pool.run(save_after, old.num_devices, model, old.to_json(), str(tmp_path), 2, 2)
 
-    resumed = pool.run(resume, new.num_devices, "llama", new.to_json(), str(tmp_path), 2)
+    resumed = pool.run(resume, new.num_devices, model, new.to_json(), str(tmp_path), 2)
 
     for step, losses in resumed:
         assert step == 2

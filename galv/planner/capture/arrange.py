@@ -21,10 +21,10 @@ from galv.planner.capture.attention import DeviceKind
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.glue import trace_glue
 from galv.planner.capture.opaque import Opaque
-from galv.planner.capture.operators import storage_key
 from galv.planner.capture.parts import Part, part_names, parts_of
 from galv.planner.capture.skeleton import Named, Skeleton, SkeletonRun, detached
 from galv.planner.capture.units import block_lists, num_parameters, owners, settings, stray_parameters, structure
+from galv.storages import storage_key
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from galv.context_parallel import DeviceKind as DeviceKind
 from galv.context_parallel import replaced_attention
@@ -46,7 +47,7 @@ def _attend(
 ) -> Tensor | None:
     """The output of the fused kernel, None where the device has none."""
     same_heads = query.shape[-3] == key.shape[-3] == value.shape[-3]
-    if query.ndim != 4 or not (same_heads or enable_gqa) or not query.is_meta:
+    if query.ndim != 4 or not (same_heads or enable_gqa) or not (query.is_meta or isinstance(query, FakeTensor)):
         return None
     if device == "cpu":
         return _flash_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale)

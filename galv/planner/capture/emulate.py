@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from galv.errors import ModelError
 from galv.localize import localize
-from galv.planner.capture.operators import storage_key
 from galv.planner.capture.trace import Recorder
 from galv.planner.graph import CollectiveKind
 from galv.planner.plan import Layout, Redistribution, TensorParallelLayout
+from galv.storages import storage_key
 
 _REPLICATED = Layout(kind="R")
 _PARTIAL = Layout(kind="P")

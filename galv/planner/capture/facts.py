@@ -16,12 +16,12 @@ from galv.planner.capture.context import RecordedRanks
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
 from galv.planner.capture.experts import sharing_experts
-from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.skeleton import detached, differentiable
 from galv.planner.capture.trace import Recorder, Trace
 from galv.planner.graph import Operator, UnitFacts
 from galv.planner.plan import ExpertLayout, SequenceLayout, TensorParallelLayout
+from galv.storages import storage_key, tensors_in
 
 _HELD_KINDS = ("matmul", "attention")
 """Operators whose outputs selective recompute keeps."""
@@ -142,6 +142,7 @@ def facts_of(trace: Trace, *, input_bytes: int, output_bytes: int) -> UnitFacts:
         forward_peak_bytes=trace.forward_peak_bytes,
         backward_peak_bytes=trace.backward_peak_bytes,
         input_is_saved=trace.input_is_saved,
+        num_recomputed=trace.num_before_last_saved,
     )
 
 
@@ -160,6 +161,7 @@ def joined(parts: Sequence[UnitFacts]) -> UnitFacts:
         forward_peak_bytes=max(sum(saved[:i]) + part.forward_peak_bytes for i, part in enumerate(parts)),
         backward_peak_bytes=max(0.0, *(p.backward_peak_bytes - sum(saved[i + 1 :]) for i, p in enumerate(parts))),
         input_is_saved=parts[0].input_is_saved,
+        num_recomputed=parts[0].num_recomputed,
     )
 
 
@@ -181,6 +183,7 @@ def extended(low: tuple[int, UnitFacts], high: tuple[int, UnitFacts], microbatch
     return UnitFacts(
         operators=tuple(operator for operator in operators if operator is not None),
         input_is_saved=first.input_is_saved,
+        num_recomputed=first.num_recomputed,
         **{name: _between(getattr(first, name), getattr(second, name), share) for name in sizes + peaks},
     )
 

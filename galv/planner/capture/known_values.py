@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from galv.planner.capture.operators import tensors_in
+from galv.storages import tensors_in
 
 MAX_ELEMENTS = 1 << 20
 """Larger tensors (attention masks) are not followed."""

@@ -6,7 +6,7 @@ counts its two products (five backward) over all scores, causal or not; everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from galv.planner.graph import Operator, OperatorKind, Phase
+from galv.storages import storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -75,23 +76,6 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         matmul=_matmul(traits.name, named, out, flops) if kind == "matmul" else None,
         attention=_attention(named) if kind == "attention" else None,
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts, in reading order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Names the tensor's storage as long as that lives."""
-    return tensor.untyped_storage()._cdata
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -25,9 +25,9 @@ from galv.planner.capture.attention import DeviceKind
 from galv.planner.capture.device import meta_as
 from galv.planner.capture.emulate import Emulation
 from galv.planner.capture.failure import explained
-from galv.planner.capture.operators import storage_key, tensors_in
 from galv.planner.capture.sample import ModuleCall
 from galv.planner.capture.trace import Recorder, Trace
+from galv.storages import storage_key, tensors_in
 
 Named = tuple[str, nn.Module]
 Outputs = dict[Hashable, Any]

@@ -7,7 +7,6 @@ references, so the trace sees the lifetimes that a real run has.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,57 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from galv.planner.capture.operators import describe, storage_key, tensors_in
+from galv.planner.capture.operators import describe
 from galv.planner.graph import Axis, CollectiveKind, Operator, Phase
-
-
-class Timeline:
-    """Bytes alive over time, counted from storages as they are made and dropped."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, int]] = []
-        """(storage number, bytes gained or lost)."""
-        self._numbers: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        """Follows the tensor's storage from now on, if that is new."""
-        storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._numbers:
-            return
-        number = len(self.events)
-        self._numbers[key] = number
-        self.events.append((number, num_bytes))
-
-        def freed(_: Any) -> None:
-            self.events.append((number, -num_bytes))
-            self._numbers.pop(key, None)
-            self._references.pop(number, None)
-
-        self._references[number] = weakref.ref(storage, freed)
-
-    def number(self, tensor: Tensor) -> int | None:
-        """The number of the tensor's storage, None when it is not followed."""
-        return self._numbers.get(storage_key(tensor))
-
-    def holds(self, key: int) -> bool:
-        """Whether a storage is followed, and alive."""
-        return key in self._numbers
-
-    def peak(self, start: int, stop: int, without: frozenset[int] = frozenset()) -> int:
-        """Most bytes alive within events [start, stop) beyond those at `start`, storages in `without` left out."""
-        alive = highest = 0
-        for number, change in self.events[start:stop]:
-            if number not in without:
-                alive += change
-                highest = max(highest, alive)
-        return highest
-
-    def stop(self) -> None:
-        """Follows nothing any more."""
-        self._references.clear()
-        self._numbers.clear()
+from galv.storages import Timeline, storage_key, tensors_in
 
 
 @dataclass
@@ -85,6 +36,8 @@ class Trace:
     activation_key: int | None = None
     """The storage among them that carries the activation."""
     input_is_saved: bool = False
+    num_before_last_saved: int = 0
+    """Operators that ran before the last tensor was saved."""
     output_keys: set[int] = field(default_factory=set)
     """Storages that are the activation of the next unit: where saved, they count there."""
     forward_peak_bytes: int = 0
@@ -196,7 +149,10 @@ class Recorder(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that autograd saves, for the stretch that made it: a `pack` hook."""
         trace, key = self.trace, storage_key(tensor)
-        if trace is None or key in self.parameter_keys:
+        if trace is None:
+            return tensor
+        trace.num_before_last_saved = len(trace.operators)
+        if key in self.parameter_keys:
             return tensor
         trace.input_is_saved |= key == trace.activation_key
         if key in trace.given:

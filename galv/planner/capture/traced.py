@@ -17,7 +17,6 @@ from galv.planner.capture.emulate import Emulation
 from galv.planner.capture.experts import find_experts
 from galv.planner.capture.facts import NOTHING, block_facts, extended, facts_of, joined, size_bytes, traced_block
 from galv.planner.capture.opaque import Opaque
-from galv.planner.capture.operators import tensors_in
 from galv.planner.capture.sample import ModuleCall, UnitSample
 from galv.planner.capture.skeleton import BlockCall, Skeleton, SkeletonRun
 from galv.planner.capture.source import ModelSource
@@ -34,6 +33,7 @@ from galv.planner.plan import (
     TensorParallelLayout,
     absolute_name,
 )
+from galv.storages import tensors_in
 
 FEW, MANY = 2, 4
 """Samples of the two traces that others are extended from. A single sample is traced itself: dims of length 1 make
