@@ -103,7 +103,7 @@ def best_answers(
         tolerance=tolerance,
         clock=clock,
         watch=lambda standing: _tell(reporter, standing, priced),
-        alike=lambda ranked: _does(priced[ranked.table], ranked.solution),
+        alike=lambda ranked: _laid_out(priced[ranked.table], ranked.solution),
     )
     reporter.progress(len(priced), len(priced))
     if not outcome.best:
@@ -125,14 +125,14 @@ def _tell(reporter: Reporter, standing: Standing, priced: Sequence[PricedTable])
         reporter.note(f"{best}: {describe(priced[standing.best.table].candidate)}")
 
 
-def _does(priced: PricedTable, solution: Solution) -> Hashable:
-    """What a plan does: of two that do the same, one is enough."""
+def _laid_out(priced: PricedTable, solution: Solution) -> Hashable:
+    """What a plan lays out: of several that differ in their schedule alone, the best is enough."""
     outer, starts = priced.candidate.outer, pairwise(solution.cut)
     stages = [
         tuple(option.strategy for option in stage.ordered(priced.table.chain[start:stop]))
         for (start, stop), stage in zip(starts, solution.stages, strict=True)
     ]
-    return priced.pricer.cluster.num_devices, outer, tuple(stages)
+    return priced.pricer.cluster.num_devices, outer.num_microbatches, tuple(stages)
 
 
 def _of_least_memory(priced: Sequence[PricedTable], number: int) -> list[PricedTable]:
