@@ -9,7 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan, sweep
+    from galv.api import (
+        build_model,
+        capture,
+        check,
+        estimate,
+        explain,
+        graph,
+        parallelize,
+        pareto,
+        plan,
+        plans,
+        sweep,
+    )
     from galv.errors import (
         ClusterError,
         Diverged,
@@ -46,16 +58,31 @@ __all__ = [
     "capture",
     "check",
     "estimate",
+    "explain",
     "graph",
     "open_weights",
     "parallelize",
+    "pareto",
     "plan",
+    "plans",
     "save_weights",
     "sweep",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"),
+    "galv.api": (
+        "build_model",
+        "capture",
+        "check",
+        "estimate",
+        "explain",
+        "graph",
+        "parallelize",
+        "pareto",
+        "plan",
+        "plans",
+        "sweep",
+    ),
     "galv.errors": (
         "ClusterError",
         "Diverged",

@@ -58,7 +58,7 @@ class NoFeasiblePlan(GalvError):
     """
 
     def __init__(self, message: str, *, smallest_budget_bytes: int | None, causes: tuple[str, ...] = ()) -> None:
-        self.smallest_budget_bytes, self.causes = smallest_budget_bytes, causes
+        self.message, self.smallest_budget_bytes, self.causes = message, smallest_budget_bytes, causes
         super().__init__("\n  ".join((message, *causes)))
 
 

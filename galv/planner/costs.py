@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -137,3 +137,7 @@ class SearchReport(Frozen):
     """Why candidates gave no plan, and how many."""
     is_time_limited: bool = False
     """Whether the search ended because its time was up."""
+    objective: Literal["throughput", "memory", "cost"] = "throughput"
+    """What the plan is best in."""
+    demands: tuple[str, ...] = ()
+    """What the user demanded of it, each as on the command line."""

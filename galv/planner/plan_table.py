@@ -183,11 +183,19 @@ def _against(ratio: float) -> str:
     return "equal" if abs(ratio - 1) < 0.0005 else f"{100 * (ratio - 1):+.1f} %"
 
 
+_AIMS = {"throughput": "", "memory": " for the least memory", "cost": " for the fewest device-hours"}
+
+
 def _search(plan: Plan) -> str:
     if plan.search is None:
         return ""
-    proof = "proven optimal" if plan.search.proven_optimal else f"at most {100 * plan.search.gap:.2g} % from optimal"
-    return f"searched {plan.search.candidates:,} layouts in {plan.search.seconds:.1f} s: {proof} in the searched space"
+    report = plan.search
+    proof = "proven optimal" if report.proven_optimal else f"at most {100 * report.gap:.2g} % from optimal"
+    under = f" under {', '.join(report.demands)}" if report.demands else ""
+    found = f"searched {report.candidates:,} layouts in {report.seconds:.1f} s{_AIMS[report.objective]}: {proof}"
+    lines = [f"{found} in the searched space{under}"]
+    lines += [f"{number:>{len(f'{report.candidates:,}') + 9},}: {reason}" for reason, number in report.pruned]
+    return "\n".join(lines)
 
 
 def _notes(plan: Plan) -> str:

@@ -28,7 +28,7 @@ COMMON = {
 }
 
 SURFACE = {
-    "plan": COMMON,
+    "plan": COMMON | {"--require", "--forbid", "--objective", "--time-limit", "--top", "--pareto", "--plot"},
     "estimate": COMMON
     | {
         "--micro-batch",
@@ -58,7 +58,7 @@ SURFACE = {
         "--dot",
         "--json",
     },
-    "show": {"PLAN.JSON", "--json", "--timeline"},
+    "show": {"PLAN.JSON", "--json", "--timeline", "--explain"},
     "check": {"PLAN.JSON", "--rank", "--all-stages", "--json"},
     "diff": {"A.JSON", "B.JSON", "--json"},
     "sweep": {
