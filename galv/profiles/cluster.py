@@ -266,9 +266,7 @@ def _inline_device(path: str, given: _DeviceFile) -> DeviceProfile:
     }
     sources = dict.fromkeys(base.sources, f"as {given.like}")
     sources |= dict.fromkeys(("memory_bytes", "peak_flops", "memory_bytes_per_second"), f"given in {path}")
-    return read_figures(
-        DeviceProfile, {**base.model_dump(), **figures, "sources": sources}, f"{path}: device"
-    )
+    return read_figures(DeviceProfile, {**base.model_dump(), **figures, "sources": sources}, f"{path}: device")
 
 
 def _link(path: str, which: str, device: str, override: _LinkFile) -> LinkProfile:

@@ -61,9 +61,9 @@ class Figures(BaseModel):
     @model_validator(mode="after")
     def _sourced(self) -> Figures:
         figures = {name for name in type(self).model_fields if name not in ("name", "kind", "sources")}
-        needed = {
-            name for name in figures if type(self).model_fields[name].is_required()
-        } | {name for name in self.model_fields_set & figures if getattr(self, name) is not None}
+        needed = {name for name in figures if type(self).model_fields[name].is_required()} | {
+            name for name in self.model_fields_set & figures if getattr(self, name) is not None
+        }
         if missing := sorted(name for name in needed if not self.sources.get(name, "").strip()):
             raise ValueError(f"no source given for {', '.join(missing)}")
         if unknown := sorted(set(self.sources) - figures):
