@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from galv.api import build_model, capture, check, estimate, graph, parallelize, plan, sweep
     from galv.errors import (
         ClusterError,
+        Diverged,
         GalvError,
         ModelError,
         NoFeasiblePlan,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointFolder",
     "ClusterError",
+    "Diverged",
     "GalvError",
     "ModelError",
     "NoFeasiblePlan",
@@ -56,6 +58,7 @@ _HOMES = {
     "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"),
     "galv.errors": (
         "ClusterError",
+        "Diverged",
         "GalvError",
         "ModelError",
         "NoFeasiblePlan",

@@ -149,7 +149,9 @@ def _tables(
 
 def _infeasible(tables: Sequence[PricedTable], budget_bytes: int) -> NoFeasiblePlan:
     """The error that names the smallest budget that would do, and where the memory goes in the plan that needs it."""
-    least, closest = min(((least_usable_bytes(priced.table)[0], priced) for priced in tables), key=lambda pair: pair[0])
+    # Ranks of all other schedules hold at least as many microbatches as the fullest of 1F1B, and cuts are freer here.
+    plain = [priced for priced in tables if priced.table.schedule in ("none", "gpipe", "1f1b")] or tables
+    least, closest = min(((least_usable_bytes(priced.table)[0], priced) for priced in plain), key=lambda pair: pair[0])
     needed = ceil(least) + reserved_bytes(least, closest.pricer.cluster.device)
     roomy = replace(closest.table, usable_bytes=least * (1 + 1e-9) + 1)
     smallest = solve(roomy).solution

@@ -113,7 +113,7 @@ def test_a_job_script_for_slurm(run_galv: Galv, started: list[Any], two_nodes: P
     lines = out.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(lines)
-    assert lines[-1] == f"srun galv run {two_nodes} {script} --lr '1 e'"
+    assert lines[-1] == f"srun --kill-on-bad-exit=1 galv run {two_nodes} {script} --lr '1 e'"
     assert not started
 
 

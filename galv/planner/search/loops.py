@@ -6,6 +6,7 @@ those of one stage with the units of all its chunks, and units that take the sam
 
 The bound is on the slowest rank: it waits for the first microbatch to come up through the chunks below its lowest
 one, does its own work, and unless weight parts can fill that time, its last gradient goes down through these chunks.
+Nor is a step shorter than with the least of each number in every chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from galv.cost_models.estimate import StageSeconds
 from galv.planner.partition import Counts, least_maximum, least_sum
 from galv.planner.search.assign import Assigner, stage_choice
 from galv.planner.search.shape import Shape
@@ -60,6 +62,8 @@ class Loops:
         bound = self.floor_seconds(with_memory=False)
         if bound < self.goal_seconds:
             bound = self.floor_seconds(with_memory=True)
+        if bound < self.goal_seconds:
+            bound = max(bound, self._free_step_seconds())
         if bound < self.goal_seconds and not self._is_over:
             found = self._evaluated(self.cut)
             if found is not None and found.step_seconds < self.incumbent_seconds:
@@ -134,6 +138,15 @@ class Loops:
             wait += transfer if split else 2 * transfer
         return floor
 
+    def _free_step_seconds(self) -> float:
+        """The step with every number of every unit at its least: no number makes a step shorter by being larger."""
+        least = {name: _least_each(options) for name, options in self.table.options.items()}
+        chunks = []
+        for start, stop in pairwise(self.cut):
+            forward, inputs, weight, step = sum(least[name] for name in self.table.chain[start:stop]).tolist()
+            chunks.append(StageSeconds(forward, inputs + weight, step, weight))
+        return self.shape.step_seconds(chunks)
+
     def _work_seconds(self, rank: int, names: Counter[str]) -> float:
         """The least that a rank has to do, its memory relaxed."""
         return self.assigner.relaxed_seconds(
@@ -147,6 +160,14 @@ class Loops:
         """The least that a rank has to do, were memory free."""
         options, busy = self.table.options, self.shape.busy
         return sum(number * min(o.weighted(busy) for o in options[name]) for name, number in names.items())
+
+
+def _least_each(options: Sequence[Option]) -> np.ndarray:
+    """The least forward, input part and weight part of backward, and once-a-step seconds of some options."""
+    return np.min(
+        [(o.forward_seconds, o.backward_seconds - o.weight_seconds, o.weight_seconds, o.step_seconds) for o in options],
+        axis=0,
+    )
 
 
 def _least_trip_seconds(options: Sequence[Option], split: bool) -> float:
