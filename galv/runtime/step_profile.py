@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -16,6 +19,20 @@ MARK = "galv::"
 def busy(kind: str) -> record_function:
     """Marks the time within as work of a stage: `forward`, `backward`, `input` or `weight`."""
     return record_function(MARK + kind)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Some builds of torch's profiler write lines of their own to standard error when it starts and stops."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class StepProfile:
@@ -33,11 +50,13 @@ class StepProfile:
         """`steps`, the last of them profiled; each is done when it comes out."""
         for number, item in enumerate(steps, start=1):
             if number == self._count and self._profiler is not None:
-                self._profiler.stop()
+                with _quiet():
+                    self._profiler.stop()
                 self._read(self._profiler)
             if number == self._count - 1:
                 self._profiler = torch.profiler.profile(acc_events=True)
-                self._profiler.start()
+                with _quiet():
+                    self._profiler.start()
             yield item
 
     def _read(self, profiler: torch.profiler.profile) -> None:

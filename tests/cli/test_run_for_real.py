@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import galv
+from galv.profiles.run_record import read_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,9 +47,9 @@ def _run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
-def test_steps_are_trained_and_shown_beside_the_estimate(plan_path: Path) -> None:
-    """One line a step with a falling loss, then what was measured beside what was estimated; nothing else."""
-    done = _run(plan_path, "--steps", 3)
+def test_steps_are_trained_and_shown_beside_the_estimate(plan_path: Path, tmp_path: Path) -> None:
+    """One line a step with a falling loss, then what was measured beside what was estimated; all of it recorded."""
+    done = _run(plan_path, "--steps", 3, "--record", tmp_path / "run.json")
     losses = [float(loss) for loss in re.findall(r"^ +\d+ +(\d+\.\d+) ", done.stdout, flags=re.MULTILINE)]
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,6 +57,10 @@ def test_steps_are_trained_and_shown_beside_the_estimate(plan_path: Path) -> Non
     assert losses[2] < losses[0]
     assert re.search(r"measured +estimated", done.stdout)
     assert all(row in done.stdout for row in ("tokens/s", "peak memory"))
+    record = read_record(tmp_path / "run.json")
+    assert record.steps == 3
+    assert all(stage.busy_seconds > 0 and stage.peak_bytes > 2**20 for stage in record.stages)
+    assert any("all_reduce" in collective.name for collective in record.collectives)
 
 
 def test_a_script_finds_plan_and_model(plan_path: Path, tmp_path: Path) -> None:
