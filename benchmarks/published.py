@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from accuracy import metrics, profiles, rows
+from accuracy import metrics, operators, profiles, rows
 from accuracy.markdown import fill
 from accuracy.metrics import Answer
 from accuracy.questions import peak_bytes
@@ -39,6 +39,7 @@ COLUMNS = (
     ("spearman", "rank", ".2f"),
     ("regret_mean", "regret", ".1%"),
     ("regret_max", "worst", ".1%"),
+    ("regret_sound", "regret, sound sets", ".1%"),
     ("verdict_rows", "verdicts", "d"),
     ("verdict_accuracy", "right", ".1%"),
     ("missed_oom", "missed", ".1%"),
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.data = Path(options.data)
     if options.collectives or options.operators:
         lines = [*profiles.collective_report(options.data)] if options.collectives else []
-        lines += [*profiles.operator_report(options.data)] if options.operators else []
+        lines += [*operators.operator_report(options.data)] if options.operators else []
         say("\n".join(lines))
         if options.markdown is not None:
             fill(options.markdown, "profiles", ["```", *lines, "```"])

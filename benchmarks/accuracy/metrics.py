@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ def summary(answers: Sequence[Answer], grades: str) -> dict[str, Any]:
     times = np.array([a.time_ratio for a in timed], dtype=float) - 1
     memories = np.array([a.memory_ratio for a in weighed], dtype=float) - 1
     ranks, regrets = ranking(timed)
+    _, sound = ranking(timed, without=suspect_sets(answers))
     verdicts = [a for a in answers if has_verdict(a.case)]
     oom = [a for a in verdicts if a.case.row["status"] == "oom"]
     right = [a.fits == (a.case.row["status"] == "ok") for a in verdicts]
@@ -61,6 +62,7 @@ def summary(answers: Sequence[Answer], grades: str) -> dict[str, Any]:
         "spearman": _quantile(np.array(ranks), 0.5),
         "regret_mean": float(np.mean(regrets)) if regrets else None,
         "regret_max": max(regrets, default=None),
+        "regret_sound": float(np.mean(sound)) if sound else None,
         "choice_sets": len(regrets),
         "verdict_rows": len(verdicts),
         "verdict_accuracy": float(np.mean(right)) if right else None,
@@ -83,14 +85,26 @@ def confusion(answers: Iterable[Answer]) -> dict[tuple[str, str], int]:
     return table
 
 
-def ranking(timed: Iterable[Answer]) -> tuple[list[float], list[float]]:
-    """(Spearman's rank correlation, regret) of every choice set large enough.
+SUSPECT = "SUSPECT TIME"
+"""What a row says of itself when its time holds a wait that nothing recorded explains."""
+
+
+def suspect_sets(answers: Iterable[Answer]) -> set[str]:
+    """Choice sets of which half of the rows and more are suspect: what is left of them is a selection by time."""
+    marks: dict[str, list[bool]] = {}
+    for answer in answers:
+        marks.setdefault(answer.case.row["choice_set"], []).append(SUSPECT in answer.case.assumptions)
+    return {name for name, marked in marks.items() if 2 * sum(marked) >= len(marked)}
+
+
+def ranking(timed: Iterable[Answer], without: Container[str] = ()) -> tuple[list[float], list[float]]:
+    """(Spearman's rank correlation, regret) of every choice set large enough, but for those named in `without`.
 
     Regret is the measured time of the layout that is predicted to be fastest over the best measured one, less 1.
     """
     sets: dict[str, list[Answer]] = {}
     for answer in timed:
-        if answer.case.row["choice_set"]:
+        if answer.case.row["choice_set"] and answer.case.row["choice_set"] not in without:
             sets.setdefault(answer.case.row["choice_set"], []).append(answer)
     ranks, regrets = [], []
     for answers in sets.values():

@@ -1,4 +1,4 @@
-"""The profiles of published machines: collectives alone and single operators, predicted and measured."""
+"""The profile of collectives alone of published machines, predicted and measured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from galv.cost_models.communication import Group, collective_seconds
-from galv.cost_models.compute import matmul_seconds
 from galv.profiles.cluster import ClusterProfile, load_cluster
-from galv.profiles.device import load_device
 
 Row = dict[str, str]
 
@@ -24,12 +22,12 @@ DEVICES = {
 }
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def read_profile(path: Path) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         yield from csv.DictReader(file)
 
 
-def _summary(errors: list[float]) -> str:
+def summary(errors: list[float]) -> str:
     values = abs(np.array(errors))
     bias = float(np.median(errors))
     return (
@@ -45,7 +43,7 @@ def collective_report(data: Path) -> Iterator[str]:
     groups: dict[str, list[float]] = {}
     sizes: dict[str, list[float]] = {}
     left_out: dict[str, int] = {}
-    for row in _rows(data / "collectives.csv"):
+    for row in read_profile(data / "collectives.csv"):
         try:
             error = _collective_error(row)
         except LookupError as reason:
@@ -55,9 +53,9 @@ def collective_report(data: Path) -> Iterator[str]:
         groups.setdefault(f"{row['gpu']} {row['collective']} {across}", []).append(error)
         sizes.setdefault(f"10^{int(np.log10(float(row['bytes'])))} bytes", []).append(error)
     everything = [error for errors in groups.values() for error in errors]
-    yield f"collectives: {_summary(everything)}"
-    yield from (f"  {name:45} {_summary(errors)}" for name, errors in sorted(groups.items()))
-    yield from (f"  {name:45} {_summary(errors)}" for name, errors in sorted(sizes.items()))
+    yield f"collectives: {summary(everything)}"
+    yield from (f"  {name:45} {summary(errors)}" for name, errors in sorted(groups.items()))
+    yield from (f"  {name:45} {summary(errors)}" for name, errors in sorted(sizes.items()))
     yield from (f"  left out: {reason}: {count}" for reason, count in left_out.items())
 
 
@@ -104,51 +102,3 @@ def _cluster(row: Row, name: str, nodes: int) -> ClusterProfile:
     cluster = load_cluster(f"{name}:{per_node}x{max(nodes, 1)}")
     card = {"bytes_per_second": NETWORKS[name], "devices_per_link": per_node}
     return cluster.model_copy(update={"inter_node": cluster.inter_node.model_copy(update=card)})
-
-
-# ----------------------------------------------------------------------------------------------- operators
-
-
-def operator_report(data: Path) -> Iterator[str]:
-    """Lines: the error of matrix products by device and direction. Other operators name no shape."""
-    groups: dict[str, list[float]] = {}
-    left_out: dict[str, int] = {}
-    for row in _rows(data / "operators.csv"):
-        try:
-            error = _operator_error(row)
-        except LookupError as reason:
-            left_out[str(reason)] = left_out.get(str(reason), 0) + 1
-            continue
-        groups.setdefault(f"{row['gpu']} {row['direction']}", []).append(error)
-    everything = [error for errors in groups.values() for error in errors]
-    yield f"matrix products: {_summary(everything)}" if everything else "no operator could be priced"
-    yield from (f"  {name:45} {_summary(errors)}" for name, errors in sorted(groups.items()))
-    yield from (f"  left out: {reason}: {count}" for reason, count in left_out.items())
-
-
-_PRODUCTS = {"enc-attention-qkv": (1, True), "enc-attention-dense": (1, False), "enc-MLP-GEMM-1": (1, True)}
-_PRODUCTS |= {"enc-MLP-GEMM-2": (4, False)}
-"""Matrix products of a layer: the inner length in hidden sizes, and whether variant 0 keeps it whole on each rank."""
-
-
-def _operator_error(row: Row) -> float:
-    """The error of a product; its sides follow from the tokens, the weight's bytes and the inner length."""
-    name = DEVICES.get(row["gpu"])
-    if name is None:
-        raise LookupError(f"no device profile for {row['gpu'] or 'an unnamed GPU'}")
-    if row["operator"] not in _PRODUCTS:
-        raise LookupError(f"no matrix product with known sides: {row['operator']}")
-    inner, whole = _PRODUCTS[row["operator"]]
-    weight = float(row["weight_mib"]) * 2**20 / 2
-    k = inner * float(row["hidden"])
-    if whole != (row["algorithm"] == "0"):
-        k /= int(row["tp"])
-    m, n = float(row["micro_batch"]) * float(row["seq_len"]), round(weight / k)
-    if n < 1:
-        raise LookupError("no weight")
-    if row["direction"] == "bwd":
-        n, k = k, n
-    device = load_device(name)
-    moved = 2 * (m * k + k * n + m * n) / device.achieved_bytes_per_second
-    predicted = device.kernel_seconds + max(matmul_seconds(1, m, n, k, "fp16", device), moved)
-    return predicted / float(row["seconds"]) - 1

@@ -162,7 +162,7 @@ def _precision(row: Row) -> str:
 def model_key(row: Row, seq_len: int) -> tuple[tuple[str, Any], ...]:
     """What tells the row's model from others, sorted pairs. Raises Unusable."""
     if row["family"] not in ("llama", "gpt", "mpt", "bert"):
-        raise Unusable(f"family {row['family']}")
+        raise Unusable(f"family {row['family']}: stacks price dense decoders and BERT only")
     heads = _integer(row, "n_heads")
     figures = {
         "family": "llama" if row["gated_mlp"] == "1" else "bert" if row["family"] == "bert" else "gpt",
@@ -238,9 +238,16 @@ def graph(key: tuple[tuple[str, Any], ...], precision: str) -> Any:
 # ----------------------------------------------------------------------------------------------- clusters
 
 
+def device_name(gpu: str) -> str | None:
+    """The device profile of a GPU's canonical name, with or without the gigabytes at its end; None where none fits."""
+    chip, _, size = gpu.rpartition("-")
+    guesses = (GPUS.get(gpu, gpu), chip, f"{chip}-sxm-{size}", f"{gpu}-sxm")
+    return next((name for name in guesses if name in device_names()), None)
+
+
 def _cluster(row: Row) -> ClusterProfile:
-    name = GPUS.get(row["gpu"] or "a100-sxm-80", row["gpu"])
-    if name not in device_names():
+    name = device_name(row["gpu"] or "a100-sxm-80")
+    if name is None:
         raise Unusable(f"no device profile for {row['gpu']}")
     gpus, per_node = _integer(row, "num_gpus"), _integer(row, "gpus_per_node")
     if gpus % per_node:
@@ -263,13 +270,28 @@ def _network(spec: str, gigabits: str) -> ClusterProfile:
 
 
 def stack_name(row: Row) -> str:
-    """The stack profile of the row's software, with the variant that the row names."""
-    base = STACKS.get(row["framework"])
-    if base is None:
-        several = row["tp"] not in ("", "1") or row["pp"] not in ("", "1")
-        base = "megatron-core" if several else "torch-compiled" if row["compiled"] == "1" else "torch-eager"
+    """The stack profile of the row's software, with the variant that the row names.
+
+    Software without a profile gets that of a known one whose name it holds ("my-megatron-core" of "megatron-core"),
+    else the family that the columns speak of, see `family_stack`.
+    """
+    framework = row["framework"].lower()
+    longest = sorted((name for name in STACKS if name in framework), key=len, reverse=True)
+    base = STACKS[longest[0]] if longest else family_stack(row)
     variant = _variant(row, base)
     return variant if variant in stack_names() else base
+
+
+def family_stack(row: Row) -> str:
+    """The stack that stands for unknown software: Megatron-like where ranks share layers or form pipelines.
+
+    Unfused attention tells a Megatron before FlashAttention. Everything else, and whatever shards parameters beside
+    tensor parallelism, is PyTorch's FSDP, compiled or not.
+    """
+    several = any(row[name] not in ("", "1") for name in ("tp", "pp"))
+    if several and row["zero"] in ("", "0", "1"):
+        return "megatron-lm" if row["attention"] == "unfused" else "megatron-core"
+    return "torch-compiled" if row["compiled"] == "1" else "torch-eager"
 
 
 def _variant(row: Row, base: str) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, lcm, log2
+from math import ceil, lcm, log2, sqrt
 
+from galv.cost_models.readings import Ratios, place, ratio_at, ratios
 from galv.planner.graph import CollectiveKind
 from galv.profiles.cluster import ClusterProfile
 
@@ -73,7 +74,34 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, clu
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
     link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
+    curve = _curve_seconds(kind, num_bytes, group, cluster)
+    if link.measured is None:
+        return curve
+    return curve * link.measured.scale * ratio_at(_link_ratios(kind, group, cluster), place(num_bytes))
+
+
+def _curve_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: ClusterProfile) -> float:
+    """`collective_seconds` by the links' rates alone."""
+    link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
     return link.base_seconds + _COLLECTIVES[kind](num_bytes, group, cluster)
+
+
+@lru_cache(maxsize=4096)
+def _link_ratios(kind: CollectiveKind, group: Group, cluster: ClusterProfile) -> Ratios:
+    """Readings over curve by size, of the measured groups that are most like `group`; none where none was measured."""
+    link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
+    assert link.measured is not None
+    readings = [r for r in link.measured.collectives if r.kind == kind]
+    if not readings:
+        return ()
+
+    def distance(size: int, num_nodes: int) -> float:
+        return abs(log2(size / group.size)) + abs(log2(num_nodes / group.num_nodes))
+
+    size, num_nodes = min({(r.size, r.num_nodes) for r in readings}, key=lambda shape: (distance(*shape), shape))
+    like = Group(size, size // num_nodes, num_nodes)
+    alike = (r for r in readings if (r.size, r.num_nodes) == (size, num_nodes))
+    return ratios([(place(r.num_bytes), r.seconds, _curve_seconds(kind, r.num_bytes, like, cluster)) for r in alike])
 
 
 def p2p_seconds(num_bytes: float, stride: int, cluster: ClusterProfile, *, boundary: int | None = None) -> float:
@@ -101,11 +129,14 @@ def _stage_border(cluster: ClusterProfile, stride: int, boundary: int | None) ->
 def _network_bytes_per_second(group: Group, cluster: ClusterProfile) -> float:
     """Nominal network bandwidth that the members of one group in one node have together.
 
-    Each member reaches one card; all groups of the node together have no more than all its cards.
+    Each member reaches one card; all groups of the node together have no more than all its cards. Rates that fall with
+    the number of nodes fall with the group's and with the whole job's, whose other groups send at the same time: by the
+    geometric mean of both.
     """
     link = cluster.inter_node
     cards = min(float(group.per_node), cluster.links_per_node, cluster.links_per_node / group.per_node_groups)
-    decay = (2 / group.num_nodes) ** link.node_decay if group.num_nodes > 2 else 1.0
+    nodes = sqrt(group.num_nodes * max(group.num_nodes, cluster.num_nodes))
+    decay = (2 / nodes) ** link.node_decay if nodes > 2 else 1.0
     return cards * link.bytes_per_second * decay
 
 
@@ -126,8 +157,13 @@ def _ring_bytes_per_second(group: Group, cluster: ClusterProfile, *, gather: boo
 
 
 def _ring_hops_seconds(group: Group, cluster: ClusterProfile) -> float:
-    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency."""
-    between = group.num_nodes - 1
+    """One way around the ring: size - 1 hops, of which those between nodes cost the network's latency.
+
+    The ring passes between nodes once for each node, and the part that goes furthest leaves out one hop, inside a node
+    where there is one.
+    """
+    alone = group.size == group.num_nodes
+    between = 0 if group.num_nodes == 1 else group.num_nodes - alone
     inside = group.size - 1 - between
     return between * cluster.inter_node.latency_seconds + inside * cluster.intra_node.latency_seconds
 

@@ -17,9 +17,10 @@ from functools import cached_property
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.cost_models.compute import attention_seconds, clip_seconds, matmul_seconds
 from galv.cost_models.memory import ModelStates
-from galv.cost_models.unit import UnitCost, exposed_seconds
+from galv.cost_models.overlap import exposed_seconds, resource_of
+from galv.cost_models.unit import UnitCost
 from galv.cost_models.work import PhaseWork, Setting, UnitWork, unit_work
-from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, UnitFacts
+from galv.planner.graph import CollectiveKind, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
     ContextMode,
     ExpertLayout,
@@ -35,6 +36,10 @@ from galv.profiles.stack import StackProfile
 
 SMOOTH = 6
 """Host and device take turns being late within a block: (device^6 + host^6)^(1/6) rather than the larger of the two."""
+FP32_NORMS: dict[Phase, float] = {"forward": 2.5, "backward": 2.3}
+"""Time of norms and residual sums in fp32 over that in half precision, for one kernel each: forward a norm moves 4 + 4
+bytes an element and 2 + 4 for a copy to half precision instead of 2 + 2, a sum 2 + 4 + 4 instead of 6; backward 6 for
+the copy of the gradient, 12 for the norm and 12 for the sum instead of 6 and 6; norms slow as in `NORM_SLOWNESS`."""
 LEAST_EXPOSED = 0.05
 """Of gradient reduction, the last bucket that no computation can hide."""
 
@@ -207,12 +212,11 @@ class StackPricer:
 
     def embedding(self, unit_class: str) -> UnitCost:
         """The cost of what stands before the blocks: a lookup, and the exchange of what each rank looked up."""
-        work = self.library.work(unit_class, self.setting, whole=True)
         parameters = self.graph.classes[unit_class].num_parameters / self.setting.tp
         traffic = 3 * self._hidden_bytes / self.device.achieved_bytes_per_second
         sent = self._exchange_seconds()
         kept = 0.0 if self.setting.sequence == "none" else self._hidden_bytes / self.setting.tp
-        return self._unit(parameters, traffic, 2 * traffic, sent[0], sent[1], kept, 0.0, host=work.forward)
+        return self._unit(parameters, traffic, 2 * traffic, sent[0], sent[1], kept, 0.0)
 
     def head(self, unit_class: str, *, tied_copy: bool) -> UnitCost:
         """The cost of what stands after the blocks; `tied_copy` leaves out the table that the embedding holds."""
@@ -253,10 +257,7 @@ class StackPricer:
         backward_sent: float,
         kept: float,
         working: float,
-        host: PhaseWork | None = None,
     ) -> UnitCost:
-        if host is not None:
-            forward = smooth_max(forward, self._host_seconds(host))
         data = self._data_seconds(parameters, forward + forward_sent, backward + backward_sent)
         owned = parameters / (self._shards if self.zero else 1)
         update = owned * self.stack.update_bytes / self.device.achieved_bytes_per_second
@@ -278,9 +279,20 @@ class StackPricer:
     def _phase_seconds(self, phase: PhaseWork) -> float:
         """Device seconds of one direction of a block, collectives apart."""
         attention = sum(self._attention_seconds(op) for op in phase.attention)
-        passes = self.stack.elementwise_passes
-        traffic = (phase.eager_bytes if passes is None else passes * phase.fused_bytes) / self.context
+        traffic = self.stack.elementwise_factor * self._traffic(phase) / self.context
         return self._products_seconds(phase) + attention + traffic / self.device.achieved_bytes_per_second
+
+    def _traffic(self, phase: PhaseWork) -> float:
+        """Bytes that the element-wise kernels of the stack read and write."""
+        stack = self.stack
+        norms = {
+            "eager": phase.norms.eager,
+            "fp32": phase.norms.fused * FP32_NORMS["forward" if phase.is_forward else "backward"],
+            "fused": phase.norms.fused,
+        }
+        kinds = ((stack.rotary, phase.rotary), (stack.activation, phase.activation))
+        others = sum(kind.eager if kernels == "eager" else kind.fused for kernels, kind in kinds)
+        return norms[stack.norms] + others + phase.other_bytes
 
     def _products_seconds(self, phase: PhaseWork) -> float:
         return sum(count * self._product(shape, dtype) for shape, dtype, count in phase.products)
@@ -307,8 +319,8 @@ class StackPricer:
         return (products * times + share * scores / self.device.achieved_bytes_per_second) / self.context
 
     def _host_seconds(self, phase: PhaseWork) -> float:
-        per = (self.stack.host_seconds_per_operator, self.stack.host_seconds_per_collective)
-        return phase.num_operators * per[0] + len(phase.collectives) * per[1]
+        per = (self.stack.host_seconds_per_block, self.stack.host_seconds_per_collective)
+        return per[0] * (1 if phase.is_forward else 2) / 3 + len(phase.collectives) * per[1]
 
     def _stall_seconds(self) -> float:
         pipelined = self.setting.pp > 1 and self.setting.tp > 1 and self.cluster.num_nodes > 1
@@ -374,7 +386,8 @@ class StackPricer:
     def _hidden(self, compute: float, communication: float) -> float:
         """What `communication` adds to `compute`, of which a share can hide it."""
         open_to = self.stack.gradient_overlap * compute
-        return exposed_seconds(open_to, communication, self.device.overlap_slowdown)
+        slowdown = self.device.overlap.between("compute", resource_of(self.data_group))
+        return exposed_seconds(open_to, communication, slowdown)
 
     def _bucketed(self, kind: CollectiveKind, num_bytes: float) -> float:
         """Seconds of one unit's bytes, in calls of the bucket's size."""

@@ -82,8 +82,8 @@ class ClassCosts:
     def strategy(self, row: int, recompute: int) -> Strategy:
         return strategy_of(self.rows[row], self.recomputes[recompute])
 
-    def with_exposed(self, forward_seconds: float, backward_seconds: float) -> ClassCosts:
-        """The same with so much more communication in every forward and backward."""
+    def with_exposed(self, forward_seconds: float | np.ndarray, backward_seconds: float | np.ndarray) -> ClassCosts:
+        """The same with so much more communication in every forward and backward: for all rows, or (rows, 1)."""
         more = {"forward_exposed": forward_seconds, "backward_exposed": backward_seconds}
         return replace(self, figures={name: values + more.get(name, 0.0) for name, values in self.figures.items()})
 

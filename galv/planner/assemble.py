@@ -99,7 +99,9 @@ def plan_of(
         estimate=found,
         alternatives=alternatives,
         search=search,
-        notes=graph.notes + ((EVEN_ROUTING,) if any(strategy.ep > 1 for _, strategy in strategies) else ()),
+        notes=graph.notes
+        + shared.cluster.notes
+        + ((EVEN_ROUTING,) if any(strategy.ep > 1 for _, strategy in strategies) else ()),
     )
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from galv.cost_models.communication import p2p_seconds
 from galv.cost_models.transitions import ActivationLayout, transition_seconds
 from galv.cost_models.unit import Degrees, FactsPricer, Outer
+from galv.planner.graph import ModelGraph
 from galv.planner.space import Candidate, is_block, skip
 
 Border = tuple[ActivationLayout, float]
@@ -60,6 +61,15 @@ def border_seconds(
         there, back = transition_seconds(before[0], after[0], size, num_devices, shared.network)
         forward, backward = forward + there, backward + back
     return forward, backward
+
+
+def sent_bytes(graph: ModelGraph, output_bytes: Mapping[str, float]) -> float:
+    """What a stage sends of a microbatch, given what a unit of each class puts out: the most that any block does.
+
+    An embedding that is alone on its stage is taken to send as much.
+    """
+    blocks = [size for name, size in output_bytes.items() if is_block(graph, name)]
+    return max(blocks or output_bytes.values())
 
 
 def send_seconds(shared: FactsPricer, candidate: Candidate, activation_bytes: float) -> float:

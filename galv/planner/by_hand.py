@@ -15,7 +15,7 @@ from galv.cost_models.unit import Degrees, FactsPricer, Outer, UnitCost
 from galv.errors import UsageError
 from galv.planner.assemble import estimate, plan_of, step_seconds
 from galv.planner.balance import Stages, balanced_cuts
-from galv.planner.borders import border_seconds, send_seconds
+from galv.planner.borders import border_seconds, send_seconds, sent_bytes
 from galv.planner.plan import Estimate, Offload, Plan, Recompute, ScheduleName, SequenceMode
 from galv.planner.space import (
     RUNS,
@@ -222,8 +222,11 @@ def staged_by_hand(shared: FactsPricer, layout: Layout, request: Request) -> tup
     rows = {name: _row(shared, layout, candidate, name) for name in shared.graph.classes}
     _check_placements(shared, candidate, rows)
     costs = {name: _cost(shared, layout, candidate, rows, name) for name in rows}
-    sizes = (shared.priced(name, row.degrees, _samples(candidate.outer, row)).facts for name, row in rows.items())
-    sent = send_seconds(shared, candidate, max(facts.output_bytes for facts in sizes))
+    sizes = {
+        name: shared.priced(name, row.degrees, _samples(candidate.outer, row)).facts.output_bytes
+        for name, row in rows.items()
+    }
+    sent = send_seconds(shared, candidate, sent_bytes(shared.graph, sizes))
     units = [(ref, costs[ref.unit_class]) for ref in shared.graph.units]
     stages = min(balanced_cuts(candidate.outer, units), key=lambda cut: step_seconds(candidate.outer, cut, sent))
     return candidate.outer, stages, estimate(shared, candidate.outer, stages, sent, request)

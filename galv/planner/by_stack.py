@@ -81,8 +81,8 @@ def step_seconds(library: WorkLibrary, cluster: ClusterProfile, stack: StackProf
         transfer_seconds=pricer.transfer_seconds(),
         virtual_stages=layout.extras.virtual_stages,
         even=True,
-        microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
-        step_seconds=stack.step_seconds + _tied_seconds(library.graph, pricer),
+        microbatch_seconds=stack.microbatch_seconds,
+        step_seconds=_once_seconds(pricer, layout),
     )
 
 
@@ -105,8 +105,8 @@ def priced_stages(
         model_flops=total_flops(graph, 1) * request.global_batch,
         virtual_stages=layout.extras.virtual_stages,
         even=True,
-        microbatch_seconds=_microbatch_seconds(stack, cluster, layout.setting.pp),
-        step_seconds=stack.step_seconds + _tied_seconds(graph, pricer),
+        microbatch_seconds=stack.microbatch_seconds,
+        step_seconds=_once_seconds(pricer, layout),
     )
     return PricedStages(tuple(chunks), found)
 
@@ -245,9 +245,24 @@ def _check(library: WorkLibrary, layout: StackLayout) -> None:
             raise UsageError(f"this model cannot be split so: tp {setting.tp}: {name}: {placed.reason}")
 
 
-def _microbatch_seconds(stack: StackProfile, cluster: ClusterProfile, num_stages: int) -> float:
-    wide = num_stages > 1 and cluster.num_nodes > WIDE_JOB_NODES
-    return stack.microbatch_seconds + (stack.wide_job_stall_seconds if wide else 0.0)
+def _once_seconds(pricer: StackPricer, layout: StackLayout) -> float:
+    """What a step takes beside the work of its stages: the stack's own, a tied table, stalled exchanges."""
+    stack, cluster = pricer.stack, pricer.cluster
+    stalls = stack.wide_job_stall_seconds if cluster.num_nodes > WIDE_JOB_NODES else 0.0
+    exchanges = stage_exchanges(layout.setting.pp, layout.setting.num_microbatches)
+    return stack.step_seconds + _tied_seconds(pricer.graph, pricer) + stalls * exchanges
+
+
+def stage_exchanges(num_stages: int, num_microbatches: int) -> int:
+    """Sends and receives on the longest chain of a one-forward-one-backward pipeline.
+
+    A stage between others makes four for each microbatch, an end two; the first microbatch passes all borders twice.
+    """
+    if num_stages == 1:
+        return 0
+    if num_stages == 2:
+        return 2 * num_microbatches
+    return 4 * (num_microbatches - 1) + 2 * (num_stages - 1)
 
 
 def _costs(pricer: StackPricer) -> dict[str, UnitCost]:

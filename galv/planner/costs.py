@@ -107,6 +107,9 @@ class Estimate(Frozen):
     """The mean over all devices."""
     stages: tuple[StageEstimate, ...]
     transfer_seconds: Figure = 0.0
+    uncertainty: float = Field(0.0, ge=0, le=1e6)
+    """What `step_seconds` may be off to either side because the readings behind it vary, as a share of it; 0 where
+    nothing was measured."""
 
 
 class Alternative(Frozen):

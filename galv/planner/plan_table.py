@@ -136,7 +136,7 @@ def _totals(plan: Plan) -> str:
     busiest = max(estimate.stages, key=lambda stage: stage.memory.total_bytes)
     rate = f"{estimate.tokens_per_second:,.0f} {what}   MFU {100 * estimate.mfu:.1f} %"
     lines = [
-        f"step {seconds(estimate.step_seconds)}   {rate}",
+        f"step {seconds(estimate.step_seconds)}{_give_or_take(estimate.uncertainty)}   {rate}",
         "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares) + mean,
         f"memory {_memory(busiest)}" + (" (at the peak of the fullest stage)" if len(plan.stages) > 1 else ""),
     ]
@@ -144,6 +144,10 @@ def _totals(plan: Plan) -> str:
         worst = max(estimate.peak_bytes)
         lines.append(f"DOES NOT FIT: {gib(worst)} GiB of {gib(plan.cluster.memory_budget_bytes)} GiB")
     return "\n".join(lines)
+
+
+def _give_or_take(uncertainty: float) -> str:
+    return f" +-{100 * uncertainty:.0f} %" if uncertainty >= 0.005 else ""
 
 
 def _memory(stage: StageEstimate) -> str:

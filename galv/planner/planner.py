@@ -9,21 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from galv.cost_models.memory import reserved_bytes
-from galv.cost_models.unit import Degrees, FactsPricer
+from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
 from galv.planner.plan import SearchReport
 from galv.planner.plan_table import gib, gib_enough
+from galv.planner.promising import Promising, promising
 from galv.planner.reporter import Reporter
 from galv.planner.search.memory import least_memory, least_usable_bytes
-from galv.planner.search.outer import Outcome, Ranked, best_plans
+from galv.planner.search.outer import BY_BOUND, BY_TIME, Outcome, Ranked, best_plans
 from galv.planner.search.solution import Clock, Solution
 from galv.planner.search.solve import solve
-from galv.planner.space import Candidate, describe, exclusion
+from galv.planner.space import Candidate, describe, impossible
 from galv.planner.tables import Limits, PricedTable, priced_tables
 
 Objective = Literal["throughput", "memory", "cost"]
@@ -85,8 +86,15 @@ def best_answers(
     started = time.perf_counter()
     clock = Clock.limited(time_limit_seconds)
     reporter = reporter or Reporter()
-    priced = _tables(shared, found, budget_bytes, limits, reporter)
-    tables = [one.table for one in priced]
+    reporter.phase("pricing")
+    if number == 1 and objective != "memory":
+        left = promising(shared, found, budget_bytes, limits, clock, reporter)
+    else:
+        left = _tables(shared, found, budget_bytes, limits, reporter)
+    if not left.tables:
+        raise UsageError("no layout can exist for this model here: " + "; ".join(sorted(left.reasons)))
+    reporter.phase("searching")
+    priced, tables = left.tables, [one.table for one in left.tables]
     if objective == "memory":
         least = [least_usable_bytes(table)[0] for table in tables]
         closest = min(range(len(tables)), key=lambda i: least[i])
@@ -103,39 +111,40 @@ def best_answers(
     reporter.progress(len(tables), len(tables))
     if not outcome.best:
         raise _infeasible(priced, budget_bytes)
-    report = _report(outcome, time.perf_counter() - started)
+    report = _report(outcome, left, time.perf_counter() - started)
     return tuple(Answer(priced[one.table], one.solution, report) for one in outcome.best)
 
 
-def _report(outcome: Outcome, seconds: float) -> SearchReport:
+def _report(outcome: Outcome, left: Promising, seconds: float) -> SearchReport:
+    gap = max(outcome.gap, 1 - left.open_seconds / outcome.best[0].solution.step_seconds)
+    dropped = BY_BOUND if left.open_seconds == inf else BY_TIME
+    pruned = dict(outcome.pruned)
+    if left.num_dropped:
+        pruned[dropped] = pruned.get(dropped, 0) + left.num_dropped
     return SearchReport(
         seconds=seconds,
-        candidates=outcome.priced,
-        proven_optimal=outcome.gap == 0.0,
-        gap=outcome.gap,
-        pruned=outcome.pruned,
-        is_time_limited=outcome.is_time_limited,
+        candidates=outcome.priced + left.num_dropped,
+        proven_optimal=gap == 0.0,
+        gap=gap,
+        pruned=tuple(sorted(pruned.items())),
+        is_time_limited=outcome.is_time_limited or dropped == BY_TIME,
     )
 
 
 def _tables(
     shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int, limits: Limits, reporter: Reporter
-) -> list[PricedTable]:
-    reporter.phase("pricing")
-    excluded: dict[Degrees | None, str | None] = {None: None}
+) -> Promising:
+    """The tables of all candidates."""
     tables: list[PricedTable] = []
+    reasons: set[str] = set()
     for done, candidate in enumerate(found):
         reporter.progress(done, len(found))
-        uniform = candidate.uniform
-        if uniform is not None and uniform not in excluded:
-            excluded[uniform] = exclusion(shared, uniform)
-        if excluded[uniform] is None:
+        reason = impossible(shared, candidate)
+        if reason is None:
             tables += priced_tables(shared, candidate, budget_bytes, limits)
-    if not tables:
-        reasons = sorted({reason for reason in excluded.values() if reason})
-        raise UsageError("no layout can exist for this model here: " + "; ".join(reasons))
-    reporter.phase("searching")
-    return tables
+        else:
+            reasons.add(reason)
+    return Promising(tables, 0, inf, frozenset(reasons))
 
 
 def _infeasible(tables: Sequence[PricedTable], budget_bytes: int) -> NoFeasiblePlan:

@@ -5,13 +5,16 @@ rank, and a number of microbatches. Inside, on the devices D of a stage, a unit'
 
 * a tensor degree that divides D and the devices of a node, with or without sequence-sharded activations between the
   tensor-parallel regions (blocks), or a context axis of any divisor of the rest (blocks; Ulysses or ring);
-* data parallelism on what is left, for microbatches of whole samples, split into shards and replicas in every way;
+* data parallelism on what is left, for microbatches of whole samples, its states cut over all or over neighbours in a
+  node;
 * ZeRO 0 to 3; for experts, any share-out over the data ranks;
 * for blocks, recompute none, selective or full;
 * what is offloaded to the host's memory.
 
-The runtime does not run all of it yet: `RUNS` says what. Where units of one plan cannot differ in their degrees, each
-choice of degrees is a candidate of its own (`Candidate.uniform`).
+On a single stage every unit chooses for itself. In a pipeline the blocks share their degrees, each choice of which is a
+candidate of its own (`Candidate.uniform`), and what stands at the model's ends chooses for itself. Where a microbatch
+and a context axis can be divided by one number, so many data-parallel groups in place of context ranks hold and compute
+as much, and send nothing within attention: such axes are left out. `RUNS` says what of the space the runtime runs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 from galv.cost_models.data_parallel import Sharing, fits_together
 from galv.cost_models.strategies import Row
@@ -46,8 +50,8 @@ class Features:
     """Parts of the space that can be left out."""
 
     mixed_degrees: bool = False
-    """Units of one plan differ in their tensor, context and data degrees. Context degrees need it: what stands around
-    the blocks has none."""
+    """Units of one plan differ in their tensor, context and data degrees: all on a single stage, the model's ends and
+    its blocks in a pipeline. Context degrees need it: what stands around the blocks has none."""
     ulysses: bool = False
     ring: bool = False
     hybrid: bool = False
@@ -58,9 +62,13 @@ class Features:
     zero_bubble: bool = False
 
 
-RUNS = Features(experts=True)
+RUNS = Features(
+    mixed_degrees=True, ulysses=True, ring=True, hybrid=True, experts=True, interleaved=True, zero_bubble=True
+)
 """What galv's runtime runs."""
 EVERYTHING = Features(*[True] * 8)
+MAX_CHUNKS = 8
+"""Of a rank: twice as many would shorten the bubble by less than a sixteenth of that of 1F1B."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Candidate:
     num_devices: int
     """Of a stage."""
     uniform: Degrees | None = None
-    """The tensor degree and sequence mode that all units have; None where each unit chooses."""
+    """The degrees that all blocks have, and all other units but free ends; None where each unit chooses."""
     features: Features = RUNS
 
 
@@ -127,7 +135,7 @@ def candidates(
     found = [
         Candidate(outer_of(request, pp, rounds, schedule, chunks), cluster.num_devices // pp, uniform, features)
         for pp in pipeline_degrees(graph, cluster)
-        for uniform, counts in _divisions(cluster, request, pp, features)
+        for uniform, counts in _divisions(graph, cluster, request, pp, features)
         for rounds in counts
         for schedule, chunks in schedules(graph, pp, rounds, features)
     ]
@@ -137,20 +145,50 @@ def candidates(
 
 
 def _divisions(
-    cluster: ClusterProfile, request: Request, pp: int, features: Features
+    graph: ModelGraph, cluster: ClusterProfile, request: Request, pp: int, features: Features
 ) -> Iterator[tuple[Degrees | None, Sequence[int]]]:
-    """Degrees that all units share (or None), with the numbers of microbatches that they allow."""
+    """Degrees that blocks share (or None), with the numbers of microbatches that they allow."""
     num_devices, batch = cluster.num_devices // pp, request.global_batch
     degrees = tensor_degrees(num_devices, cluster)
     # What stands around the blocks has no context axis, so its data degree decides whether any choice is left.
     shares = {num_devices // tp for tp in degrees if batch % (num_devices // tp) == 0}
-    if features.mixed_degrees:
+    if features.mixed_degrees and pp == 1:
         yield None, sorted({rounds for dp in shares for rounds in divisors(batch // dp)})
         return
     for tp in degrees:
         if num_devices // tp in shares:
             for sequence in sequence_modes(tp):
                 yield Degrees(tp, sequence), divisors(batch // (num_devices // tp))
+    if features.mixed_degrees and has_free_ends(graph):
+        for tp in degrees:
+            for context in context_degrees(tp, num_devices, features):
+                dp, most = num_devices // context.num_ranks, max(shares, default=0)
+                if batch % dp == 0 and most:
+                    rounds = (n for n in divisors(batch // dp) if context_pays(context, batch // (dp * n)))
+                    yield context, [n for n in rounds if any(batch % (share * n) == 0 for share in shares)]
+
+
+def context_degrees(tp: int, num_devices: int, features: Features) -> Iterator[Degrees]:
+    """All context axes beside a tensor axis."""
+    modes: list[SequenceMode] = ["ulysses"] if features.ulysses else []
+    modes += ["ring"] if features.ring else []
+    for cp, mode in product(divisors(num_devices // tp)[1:], modes):
+        yield Degrees(tp, mode, cp)
+
+
+def context_pays(degrees: Degrees, microbatch: int) -> bool:
+    """Whether a context axis does what data parallelism on its ranks could not."""
+    return gcd(degrees.cp, microbatch) == 1
+
+
+def has_free_ends(graph: ModelGraph) -> bool:
+    """Whether the model's first and last unit, and no others, stand around its blocks and may differ from them.
+
+    Tied ends share a tensor, and so their degrees; beyond that they are as the blocks are.
+    """
+    kinds = [is_block(graph, unit.unit_class) for unit in graph.units]
+    stands_around = len(kinds) > 2 and not kinds[0] and not kinds[-1] and all(kinds[1:-1])
+    return stands_around and not graph.tied_units and skip(graph) is None
 
 
 def outer_of(
@@ -190,9 +228,9 @@ def schedules(
 
 
 def virtual_degrees(graph: ModelGraph, pp: int) -> list[int]:
-    """Chunks that a rank of an interleaved pipeline can have: divisors of its blocks, 2 or more."""
+    """Chunks that a rank of an interleaved pipeline can have: divisors of its blocks, 2 or more, but not many more."""
     blocks = -(-max(graph.counts.values()) // pp)
-    return [chunks for chunks in divisors(blocks) if chunks > 1 and pp * chunks <= len(graph.units)]
+    return [chunks for chunks in divisors(blocks) if 1 < chunks <= MAX_CHUNKS and pp * chunks <= len(graph.units)]
 
 
 def pipeline_degrees(graph: ModelGraph, cluster: ClusterProfile) -> list[int]:
@@ -210,6 +248,7 @@ def describe(candidate: Candidate) -> str:
         return " ".join([*pipeline, f"{outer.num_microbatches} microbatches"])
     dp = candidate.num_devices // uniform.num_ranks
     parts = [f"tp{uniform.tp}" + ("+seq" if uniform.sequence == "megatron" else "")] if uniform.tp > 1 else []
+    parts += [f"{uniform.sequence}{uniform.cp}"] if uniform.cp > 1 else []
     parts += [*pipeline, *([f"dp{dp}"] if dp > 1 else [])]
     return " ".join([*parts, f"microbatch {outer.microbatch(dp)}"])
 
@@ -283,9 +322,8 @@ def degrees_of(
     for tp in tensor_degrees(num_devices, cluster):
         for sequence in sequence_modes(tp) if block else ("none",):
             yield from _with_experts(graph, Degrees(tp, sequence), unit_class, num_devices, features)
-        modes = [mode for mode, is_on in (("ulysses", features.ulysses), ("ring", features.ring)) if is_on and block]
-        for cp, mode in product(divisors(num_devices // tp)[1:], modes):
-            yield from _with_experts(graph, Degrees(tp, mode, cp), unit_class, num_devices, features)  # type: ignore[arg-type]
+        for degrees in context_degrees(tp, num_devices, features) if block else ():
+            yield from _with_experts(graph, degrees, unit_class, num_devices, features)
 
 
 def _with_experts(
@@ -299,10 +337,14 @@ def _with_experts(
             yield Degrees(degrees.tp, degrees.sequence, degrees.cp, ep)
 
 
-def sharings(degrees: Degrees, dp: int, features: Features) -> Iterator[Sharing]:
-    """How `dp` data ranks can hold a unit's states. With a context axis they are cut over that, too."""
+def sharings(degrees: Degrees, dp: int, devices_per_node: int, features: Features) -> Iterator[Sharing]:
+    """How `dp` data ranks can hold a unit's states: cut over all of them, or over neighbours within a node.
+
+    With a context axis they are cut over that, too.
+    """
+    near = [shard for shard in divisors(dp) if shard == dp or shard * degrees.num_ranks <= devices_per_node]
     for zero in zero_levels(dp * degrees.cp):
-        for shard in divisors(dp) if zero and features.hybrid else (dp if zero else 1,):
+        for shard in near if zero and features.hybrid else (dp if zero else 1,):
             sharing = Sharing(shard, dp // shard, zero)
             cuts = zero == 0 or shard * degrees.cp > 1
             if cuts and (degrees.ep == 1 or fits_together(degrees, sharing)):
@@ -310,13 +352,17 @@ def sharings(degrees: Degrees, dp: int, features: Features) -> Iterator[Sharing]
 
 
 def offloads(zero: int, *, features: Features, can_keep_less: bool = True) -> list[tuple[Offload, ...]]:
-    """What a unit of that ZeRO level can offload: parameters only where they are gathered for the moment."""
+    """What a unit of that ZeRO level can offload.
+
+    Parameters only where they are gathered for the moment, under ZeRO 3: there they go with the optimizer.
+    """
     if not features.offload:
         return [()]
     return [
         what
         for what in OFFLOADS
-        if ("parameters" not in what or zero == 3) and ("activations" not in what or can_keep_less)
+        if ("parameters" in what) == (zero == 3 and "optimizer" in what)
+        and ("activations" not in what or can_keep_less)
     ]
 
 
@@ -325,11 +371,14 @@ def rows(shared: FactsPricer, candidate: Candidate, unit_class: str) -> list[Row
     graph, outer, features = shared.graph, candidate.outer, candidate.features
     block = is_block(shared.graph, unit_class)
     found = []
-    for degrees in _degrees_in(shared, candidate, unit_class):
+    for degrees in degrees_in(shared, candidate, unit_class):
         dp = candidate.num_devices // degrees.num_ranks
-        if outer.microbatch(dp) is None or shared.exclusion(unit_class, degrees) is not None:
+        samples = outer.microbatch(dp)
+        if samples is None or not context_pays(degrees, samples):
             continue
-        for sharing in sharings(degrees, dp, features):
+        if shared.exclusion(unit_class, degrees) is not None:
+            continue
+        for sharing in sharings(degrees, dp, shared.cluster.devices_per_node, features):
             found += [
                 Row(degrees, sharing, what)
                 for what in offloads(sharing.zero, features=features, can_keep_less=block and len(graph.units) > 1)
@@ -337,14 +386,33 @@ def rows(shared: FactsPricer, candidate: Candidate, unit_class: str) -> list[Row
     return found
 
 
-def _degrees_in(shared: FactsPricer, candidate: Candidate, unit_class: str) -> Iterator[Degrees]:
+def degrees_in(shared: FactsPricer, candidate: Candidate, unit_class: str) -> Iterator[Degrees]:
+    """How a unit of the class can be divided in a candidate, whether or not the model has placements for it."""
     graph, features, num_devices = shared.graph, candidate.features, candidate.num_devices
-    if candidate.uniform is None:
+    if candidate.uniform is None or chooses(graph, candidate, unit_class):
         return degrees_of(graph, unit_class, num_devices, shared.cluster, features)
     return _with_experts(graph, candidate.uniform, unit_class, num_devices, features)
 
 
+def chooses(graph: ModelGraph, candidate: Candidate, unit_class: str) -> bool:
+    """Whether units of the class have degrees of their own choice in `candidate`."""
+    if candidate.uniform is None:
+        return True
+    return candidate.features.mixed_degrees and not is_block(graph, unit_class) and has_free_ends(graph)
+
+
 # ----------------------------------------------------------------------------------------------- what is left out
+
+
+def impossible(shared: FactsPricer, candidate: Candidate) -> str | None:
+    """Why the units that share their degrees in `candidate` cannot have them; None where they can."""
+    graph, degrees = shared.graph, candidate.uniform
+    if degrees is None:
+        return None
+    if not candidate.features.mixed_degrees or not has_free_ends(graph):
+        return exclusion(shared, degrees)
+    reasons = (shared.exclusion(name, degrees) for name in graph.classes if is_block(graph, name))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def exclusion(shared: FactsPricer, degrees: Degrees) -> str | None:
@@ -404,6 +472,8 @@ def _unknown_placements(shared: FactsPricer, features: Features) -> Iterator[tup
     passing = skip(graph)
     if passing is not None:
         yield "sequence=megatron, and units of different layouts side by side", passing
+    if features.mixed_degrees and cluster.num_devices > 1 and not graph.no_pipeline:
+        yield "pp>1: blocks of different tp, cp or dp", "each choice that all blocks share is searched by itself"
 
 
 def pattern_of(degrees: Degrees) -> str:
@@ -418,6 +488,7 @@ def _not_dividing(shared: FactsPricer, request: Request) -> Iterator[tuple[str, 
     node = cluster.devices_per_node
     if cluster.num_nodes > 1:
         yield f"tp>{node}", f"a tensor group of more than {node} devices leaves the node"
+        yield "dp_shard over some ranks of several nodes", "over all ranks less is held, and as much leaves each node"
     for dp in divisors(cluster.num_devices):
         if request.global_batch % dp:
             yield f"dp={dp}", f"the global batch {request.global_batch} is not a multiple of {dp}"

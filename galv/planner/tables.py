@@ -12,7 +12,7 @@ import numpy as np
 from galv.cost_models.memory import usable_bytes
 from galv.cost_models.strategies import ClassCosts, Row, class_costs
 from galv.cost_models.unit import Degrees, FactsPricer, UnitCost
-from galv.planner.borders import border_of, border_seconds, send_seconds, transitions
+from galv.planner.borders import border_of, border_seconds, send_seconds, sent_bytes, transitions
 from galv.planner.plan import Recompute, Strategy
 from galv.planner.search.table import CostTable, Option
 from galv.planner.space import Candidate, recompute_levels, rows
@@ -176,16 +176,16 @@ def _priced(
     ids = {border: i for i, border in enumerate(dict.fromkeys(b for found in borders.values() for b in found))}
     if candidate.uniform is not None:
         ids = dict.fromkeys(ids, 0)
-    options, largest = {}, 0.0
+    options, largest = {}, {}
     for name, priced in costs.items():
         layouts = [ids[border] for border in borders[name]]
         places = _best(shared, candidate, name, priced, layouts)
         options[name] = tuple(_options(priced, places, layouts))
-        largest = max(largest, *(priced.priced[i].facts.output_bytes for i, _ in places))
+        largest[name] = max(priced.priced[i].facts.output_bytes for i, _ in places)
     return _Choices(
         costs=costs,
         options=options,
-        send_seconds=send_seconds(shared, candidate, largest),
+        send_seconds=send_seconds(shared, candidate, sent_bytes(shared.graph, largest)),
         transitions=transitions(shared, candidate, ids) if candidate.uniform is None else {},
     )
 
@@ -200,9 +200,14 @@ def _costs(
     costs = class_costs(shared, unit_class, outer, found, wanted, tied_copy=copy, ddp=ddp)
     if candidate.uniform is None:
         return costs
-    # Alike for all of its options: what stands around the blocks pays for both of its borders.
+    # What stands around the blocks pays for both of its borders.
     degrees = dict.fromkeys(graph.classes, candidate.uniform)
-    return costs.with_exposed(*border_seconds(shared, outer, candidate.num_devices, unit_class, degrees))
+    paid = {
+        own: border_seconds(shared, outer, candidate.num_devices, unit_class, {**degrees, unit_class: own})
+        for own in dict.fromkeys(row.degrees for row in found)
+    }
+    forward, backward = np.array([paid[row.degrees] for row in found]).T
+    return costs.with_exposed(forward[:, None], backward[:, None])
 
 
 # ----------------------------------------------------------------------------------------------- options

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from galv.errors import ClusterError, UnknownName, UsageError
+from galv.profiles.readings import DeviceReadings
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -70,6 +71,44 @@ class Figures(BaseModel):
         return self
 
 
+Resource = Literal["compute", "link", "network", "host"]
+"""What work occupies: multiprocessors, links inside the node, the network, or the path to the host's memory. Two
+transfers to and from the host at once are two works of `host`, each on its own way."""
+
+Slowdown = Annotated[float, Field(ge=1, le=2)]
+
+
+class OverlapSlowdown(Figures):
+    """How much slower two works each run while they run together: 1 not at all, 2 as if one after the other.
+
+    A collective or a point-to-point transfer is work of `link` inside a node and of `network` across nodes.
+    """
+
+    compute_link: Slowdown
+    compute_network: Slowdown
+    compute_host: Slowdown
+    link_network: Slowdown
+    """Two collectives at once, one inside the node and one across nodes, on links and cards of their own."""
+    link_host: Slowdown
+    network_host: Slowdown
+    host_host: Slowdown
+    """A copy to the host and one from it."""
+
+    def between(self, one: Resource, other: Resource) -> float:
+        """The slowdown of a pair, in any order; 2 for two works that need the same resource, but for `host`."""
+        if one == other:
+            return self.host_host if one == "host" else 2.0
+        first, second = sorted((one, other), key=_RESOURCES.index)
+        found: float = getattr(self, f"{first}_{second}")
+        return found
+
+    def __hash__(self) -> int:
+        return hash((self.compute_link, self.compute_network, self.compute_host))
+
+
+_RESOURCES = ("compute", "link", "network", "host")
+
+
 class DeviceProfile(Figures):
     """The abilities of one device, as the cost models need them. Bytes, seconds, FLOP/s; shares are of 1."""
 
@@ -98,12 +137,14 @@ class DeviceProfile(Figures):
     """Host time to issue one operator from eager PyTorch; a device never runs ahead of its host."""
     kernel_seconds: Seconds
     """Device time of the smallest kernel; every operator pays it on top of its work."""
-    overlap_slowdown: float = Field(ge=1, le=2)
-    """How much slower computation and a collective each run while they run together; at 2 nothing is gained."""
+    overlap: OverlapSlowdown
+    """How much computation, transfers and copies slow each other down."""
     context_bytes: int = Field(ge=0)
     """Taken from `memory_bytes` before the first tensor: context, libraries, communication buffers."""
     allocator_slack: float = Field(ge=0, lt=1)
     """Bytes reserved but unusable, as a share of the bytes allocated at the peak."""
+    measured: DeviceReadings | None = None
+    """Operators as `galv profile` timed them; they win over the figures above."""
 
     @model_validator(mode="after")
     def _rates_agree(self) -> DeviceProfile:
@@ -116,7 +157,7 @@ class DeviceProfile(Figures):
         return self
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second))
+        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second, self.measured))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -135,6 +176,11 @@ class DeviceProfile(Figures):
         known = dtype if dtype in self.peak_flops else short_dtype(dtype)
         known = known if known in self.peak_flops else "fp32"
         return self.peak_flops[known] * self.matmul_efficiency[known]
+
+    @property
+    def overlap_slowdown(self) -> float:
+        """Slowdown of computation beside a collective across nodes."""
+        return self.overlap.compute_network
 
     @property
     def achieved_bytes_per_second(self) -> float:

@@ -34,20 +34,26 @@ class StackProfile(BaseModel):
 
     name: str
     # -- kernels
-    elementwise_passes: float | None = Field(None, gt=0)
-    """Memory traffic of element-wise operators in multiples of perfectly fused chains', which read what a product left
-    and write what the next one needs once. None: as the captured eager operators."""
+    norms: Literal["eager", "fp32", "fused"] = "fused"
+    """Norms as the captured eager operators, as one kernel in fp32 between copies (what autocast makes of them and of
+    the residual stream), or as one kernel."""
+    rotary: Literal["eager", "fused"] = "fused"
+    """What turns queries and keys: the captured eager operators or one kernel."""
+    activation: Literal["eager", "fused"] = "fused"
+    """A gated activation: the captured eager operators or one kernel."""
+    elementwise_factor: float = Field(1.0, gt=0)
+    """Time of these kernels over what their traffic takes at the device's rate."""
     product_share: Rate = 1.0
     """Rate of matrix products over the device profile's: older libraries, lower clocks."""
-    loss_bytes_per_logit: float = Field(16.0, ge=0)
+    loss_bytes_per_logit: float = Field(44.0, ge=0)
     """Memory traffic of the loss for one logit, forward and backward."""
     flash_share: Rate = 1.0
     """Speed of the fused attention kernel over the one that the device profile describes."""
     score_passes: float = Field(9.0, ge=0)
     """Unfused attention: reads and writes of the half-precision score matrix, forward and backward together."""
     # -- host
-    host_seconds_per_operator: Seconds = 1e-5
-    """Host time to issue one operator of the captured block."""
+    host_seconds_per_block: Seconds = 2e-3
+    """Host time to issue one block, forward and backward; a third of it is forward's."""
     host_seconds_per_collective: Seconds = 0.0
     """Host time to issue one collective of the tensor axis, beyond that of an operator."""
     stall_seconds: Seconds = 0.0
@@ -56,8 +62,8 @@ class StackProfile(BaseModel):
     microbatch_seconds: Seconds = 0.0
     """Each microbatch, whatever its size: p2p set-up, Python of the schedule."""
     wide_job_stall_seconds: Seconds = 0.0
-    """Each microbatch of a pipeline in a job on more than `WIDE_JOB_NODES` nodes, which lie in several blocks of the
-    network."""
+    """Each exchange between pipeline stages, in a job on more than `WIDE_JOB_NODES` nodes, which lie in several blocks
+    of the network."""
     step_seconds: Seconds = 0.0
     """Each step, whatever the model: data loading, logging, synchronization."""
     # -- communication
@@ -66,7 +72,7 @@ class StackProfile(BaseModel):
     network_hop_seconds: Seconds = 0.0
     """Added to each hop between nodes."""
     node_decay: float = Field(0.0, ge=0, le=1)
-    """The network's rate falls as (2 / nodes) to this power beyond two nodes."""
+    """The network's rate falls as (2 / nodes) to this power beyond two nodes, see `LinkProfile.node_decay`."""
     gather_overlap: float = Field(0.0, ge=0, le=1)
     """Share of a block's computation that can hide all-gathers of the tensor axis."""
     gradient_overlap: float = Field(0.0, ge=0, le=1)
@@ -111,20 +117,23 @@ class StackProfile(BaseModel):
     """How blocks go to pipeline stages: the same number to each, or by the FLOPs of blocks and output layer."""
     fitted: tuple[str, ...] = Field((), max_length=MAX_FITTED)
     """The figures that were fitted to published runs, at most 10."""
+    priors: dict[str, float] = Field(default_factory=dict)
+    """What was expected of the fitted figures before any run, by counting kernels or from the manual: the start and
+    the anchor of the fit, and the value where the software's own runs are left out."""
     sources: dict[str, str]
     """For each figure that is not a default: where it was read, or which runs fixed it."""
 
     @model_validator(mode="after")
     def _sourced(self) -> StackProfile:
-        figures = set(type(self).model_fields) - {"name", "fitted", "sources"}
+        figures = set(type(self).model_fields) - {"name", "fitted", "priors", "sources"}
         if missing := sorted((self.model_fields_set & figures) - set(self.sources)):
             raise ValueError(f"no source given for {', '.join(missing)}")
-        if unknown := sorted((set(self.fitted) | set(self.sources)) - figures):
+        if unknown := sorted((set(self.fitted) | set(self.priors) | set(self.sources)) - figures):
             raise ValueError(f"no such figures: {', '.join(unknown)}")
         return self
 
     def __hash__(self) -> int:
-        return hash((self.name, self.elementwise_passes, self.host_seconds_per_operator, self.saved_share))
+        return hash((self.name, self.elementwise_factor, self.host_seconds_per_block, self.saved_share))
 
 
 def stack_names() -> tuple[str, ...]:
@@ -154,7 +163,8 @@ def _figures(name: str) -> dict[str, Any]:
         return own
     base = _figures(like)
     fitted = dict.fromkeys([*base.get("fitted", ()), *own.get("fitted", ())])
-    return {**base, **own, "fitted": tuple(fitted), "sources": {**base["sources"], **own.get("sources", {})}}
+    joined = {part: {**base.get(part, {}), **own.get(part, {})} for part in ("priors", "sources")}
+    return {**base, **own, **joined, "fitted": tuple(fitted)}
 
 
 __all__ = ["MAX_FITTED", "StackProfile", "load_stack", "stack_names"]

@@ -220,7 +220,7 @@ def _tensor_parallel(here: _Here, unit: Unit) -> None:
         regions.surround(here.module(name), is_sharded=unit.activation.kind == "S")
     apply_tensor_parallel(lambda name: here.module(absolute_name(unit.modules, name)), layout, mesh, here.ties, regions)
     for name, stored in stored_layouts(unit, layout).items():
-        here.layouts.update(dict.fromkeys(_aliases(name, here.plan), stored))
+        here.layouts.update(dict.fromkeys(_aliases(name, here), stored))
 
 
 def _expert_parallel(here: _Here, unit: Unit) -> None:
@@ -242,9 +242,10 @@ def _sequence_parallel(here: _Here, unit: Unit) -> None:
         apply_sequence_parallel(here.module(block), layout, here.meshes.context(unit.strategy), here.device)
 
 
-def _aliases(name: str, plan: Plan) -> tuple[str, ...]:
-    """All names of the parameter called `name`."""
-    return next((group for group in plan.model.tied if name in group), (name,))
+def _aliases(name: str, here: _Here) -> tuple[str, ...]:
+    """All names on this stage of the parameter called `name`; a copy on another may be cut in another way."""
+    group = next((group for group in here.plan.model.tied if name in group), (name,))
+    return tuple(alias for alias in group if any(data_parallel.owns(unit, alias) for unit in here.units))
 
 
 def _recompute(here: _Here, unit: Unit) -> None:

@@ -90,7 +90,30 @@ def _distributed(full: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Par
 def local_parameter(module: nn.Module, name: str) -> Tensor:
     """This rank's part of a module's own parameter as stored; its gradient returns to the parameter."""
     parameter = module.get_parameter(name)
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    own = _OwnGradient.apply(parameter.to_local())
+    assert isinstance(own, Tensor)
+    return own
+
+
+class _OwnGradient(torch.autograd.Function):
+    """The same tensor, whose gradient shares its storage with no other parameter's.
+
+    Autograd copies a gradient that is in use elsewhere before a parameter keeps it, but cannot see that inside of a
+    DTensor: a class token and the positions that are added to it would accumulate into one storage. That happens where
+    nothing was summed up over samples: the gradient is a part of another one, or, as long as one sample, all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        is_part = gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size()
+        is_one_sample = gradient.ndim > 1 and gradient.shape[0] == 1
+        return gradient.clone(memory_format=torch.contiguous_format) if is_part or is_one_sample else gradient
 
 
 # ----------------------------------------------------------------------------------------------- activations

@@ -140,3 +140,45 @@ def test_ranks_share_ties(published: ModuleType) -> None:
     assert metrics.spearman(rising, rising**2) == pytest.approx(1.0)
     assert metrics.spearman(rising, -rising) == pytest.approx(-1.0)
     assert metrics.spearman(np.array([1.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stack"),
+    [
+        ({"framework": "my-megatron-core-fork"}, "megatron-core"),
+        ({"framework": "someone's trainer"}, "megatron-core"),
+        ({"framework": "someone's trainer", "attention": "unfused"}, "megatron-lm"),
+        ({"framework": "someone's trainer", "tp": "1", "zero": "3", "compiled": "1"}, "torch-compiled"),
+        ({"framework": "someone's trainer", "zero": "3"}, "torch-eager"),
+        ({"framework": ""}, "megatron-core"),
+    ],
+)
+def test_unknown_software_gets_the_stack_of_its_family(
+    published: ModuleType, changes: dict[str, str], stack: str
+) -> None:
+    """A row whose software has no profile is priced as its columns suggest."""
+    assert published.rows.stack_name({**ROW, **changes}) == stack
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device"),
+    [("h200-sxm-141", "h200-sxm-141"), ("l40s-48", "l40s"), ("a100-80", "a100-sxm-80"), ("tpu-v4", None)],
+)
+def test_gpus_are_found_by_their_names(published: ModuleType, gpu: str, device: str | None) -> None:
+    """With or without the gigabytes at the end of the name, or the form."""
+    assert published.rows.device_name(gpu) == device
+
+
+def test_sets_full_of_suspect_times_are_told_apart(published: ModuleType) -> None:
+    """Regret is also given without choice sets of which half of the rows say that their time is suspect."""
+
+    def answer(name: str, measured: float, predicted: float, note: str) -> object:
+        row = {**ROW, "choice_set": name, "step_seconds": str(measured), "assumptions": note}
+        return published.Answer(published.rows.case(row), predicted, 1.0, True)
+
+    sound = [answer("made-up/sound", t, t, "") for t in (1.0, 2.0, 3.0, 4.0)]
+    other = [answer("made-up/other", t, 10 - t, published.metrics.SUSPECT) for t in (1.0, 2.0, 3.0, 4.0)]
+    found = published.metrics.summary([*sound, *other], "AB")
+
+    assert found["regret_mean"] == pytest.approx(1.5)
+    assert found["regret_sound"] == 0.0

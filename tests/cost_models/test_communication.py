@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.planner.graph import CollectiveKind
-from galv.profiles.cluster import ClusterProfile, LinkProfile, load_cluster
+from galv.profiles.cluster import ClusterProfile, load_cluster
+from galv.profiles.link import LinkProfile
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 RING_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
@@ -78,6 +79,16 @@ def test_small_messages_cost_their_hops() -> None:
 
     assert collective_seconds("all_gather", 8, Group(8, 8), ideal) == pytest.approx(1e-3 + 7e-5)
     assert collective_seconds("all_reduce", 8, Group(8, 8), ideal) == pytest.approx(1e-3 + 6e-5)
+
+
+def test_a_ring_passes_between_nodes_once_for_each_node() -> None:
+    """The part that goes furthest leaves out a hop inside a node, or between nodes where there are no others."""
+    far = cluster(inter=link(10.0, latency_seconds=1e-3), shape="8x8")
+    times = [collective_seconds("all_gather", 1.0, Group(8 * n, 8, n), far) for n in (2, 4)]
+    alone = collective_seconds("all_gather", 1.0, Group(4, 1, 4), far)
+
+    assert times == pytest.approx([2e-3, 4e-3], rel=1e-3)
+    assert alone == pytest.approx(3e-3, rel=1e-3)
 
 
 def test_groups_of_a_node_share_its_network_cards() -> None:
@@ -221,15 +232,20 @@ def test_senders_of_a_stage_share_the_cards_of_their_node() -> None:
 
 
 def test_a_network_loses_rate_with_its_nodes() -> None:
-    """With a decay of one half, large transfers over 8 nodes reach half of what they reach over 2."""
-    cluster = load_cluster("a100-sxm-80:8x8")
-    worn = cluster.model_copy(update={"inter_node": cluster.inter_node.model_copy(update={"node_decay": 0.5})})
-    two, eight = Group(16, 8, 2), Group(64, 8, 8)
+    """With a decay of one half: 8 of 8 nodes reach half of what 2 of 2 reach, 2 of 8 what is between."""
     size = 2.0**40
 
-    assert collective_seconds("all_gather", size, two, worn) == collective_seconds("all_gather", size, two, cluster)
-    ratio = collective_seconds("all_gather", size, eight, worn) / collective_seconds("all_gather", size, eight, cluster)
-    assert ratio == pytest.approx(2.0, rel=0.01)
+    def loss(nodes: int, group: Group) -> float:
+        """Times longer than without decay."""
+        whole = load_cluster(f"a100-sxm-80:8x{nodes}")
+        worn = whole.model_copy(update={"inter_node": whole.inter_node.model_copy(update={"node_decay": 0.5})})
+        return collective_seconds("all_gather", size, group, worn) / collective_seconds(
+            "all_gather", size, group, whole
+        )
+
+    assert loss(2, Group(16, 8, 2)) == 1.0
+    assert loss(8, Group(64, 8, 8)) == pytest.approx(2.0, rel=0.01)
+    assert loss(8, Group(16, 8, 2)) == pytest.approx(2.0**0.5, rel=0.01)
 
 
 def test_small_groups_reach_their_share_of_the_links() -> None:

@@ -11,6 +11,8 @@ import pytest
 import galv
 from galv.cost_models.stacked import WorkLibrary, smooth_max
 from galv.cost_models.unit import total_flops
+from galv.cost_models.work import unit_work
+from galv.planner.by_stack import stage_exchanges
 from galv.planner.graph import ModelGraph
 from galv.profiles.cluster import ClusterProfile, load_cluster
 from galv.profiles.stack import StackProfile, load_stack, stack_names
@@ -66,7 +68,7 @@ def test_twice_the_tokens_are_twice_the_product_flops(models: dict[int, ModelGra
 
 def test_context_parallelism_halves_work_and_activations(models: dict[int, ModelGraph]) -> None:
     """On twice the devices, cp 2 leaves each half the computation of blocks and half of what they keep."""
-    busy = load_stack("megatron-core").model_copy(update={"host_seconds_per_operator": 0.0, "name": "no host"})
+    busy = load_stack("megatron-core").model_copy(update={"host_seconds_per_block": 0.0, "name": "no host"})
     device = with_device(name="no launches", kernel_seconds=0.0).device
     given = {"seq_len": 2048, "tp": 1, "pp": 1, "zero": 0, "stack": busy}
     small, large = (load_cluster(f"a100-sxm-80:8x{n}").model_copy(update={"device": device}) for n in (4, 8))
@@ -117,7 +119,7 @@ def test_bytes_over_bandwidth_are_seconds(models: dict[int, ModelGraph]) -> None
     )
     work = library.work(name, setting, whole=True)
     figures = load_stack("megatron-core").model_copy(
-        update={"elementwise_passes": 1.0, "host_seconds_per_operator": 0.0, "name": "fused"}
+        update={"elementwise_factor": 1.0, "host_seconds_per_block": 0.0, "name": "fused"}
     )
     one = load_cluster("a100-sxm-80:4x1").model_copy(update={"device": free.device})
     found = price(models[1024], one, stack=figures, tp=1, pp=1, zero=0, global_batch=4)
@@ -126,9 +128,50 @@ def test_bytes_over_bandwidth_are_seconds(models: dict[int, ModelGraph]) -> None
         for phase in (work.forward, work.backward)
         for (b, m, n, k), _, count in phase.products
     )
-    fused = work.forward.fused_bytes + work.backward.fused_bytes
+    fused = sum(
+        phase.norms.fused + phase.rotary.fused + phase.activation.fused + phase.other_bytes
+        for phase in (work.forward, work.backward)
+    )
 
     assert found.stages[0].units[1].compute_seconds == pytest.approx((moved + fused) / 1e9, rel=1e-6)
+
+
+def test_element_wise_kinds_make_up_the_captured_traffic(models: dict[int, ModelGraph]) -> None:
+    """Norms, rotation, activation and the rest are all that was captured; one kernel a kind moves what a count says."""
+    graph = models[1024]
+    name = graph.units[1].unit_class
+    facts = graph.source.facts(name, None, 1)
+    work = unit_work(facts)
+    hidden, inner = 1024 * 1024 * 2, 1024 * 2816 * 2
+    for phase in (work.forward, work.backward):
+        operators = facts.phase("forward" if phase.is_forward else "backward")
+        captured = sum(op.bytes_read + op.bytes_written for op in operators if op.kind == "memory")
+        kinds = (phase.norms, phase.rotary, phase.activation)
+        assert sum(kind.eager for kind in kinds) + phase.other_bytes == pytest.approx(captured)
+        assert all(0 < kind.fused < kind.eager for kind in kinds)
+
+    assert work.forward.norms.fused == pytest.approx((3 + 3 + 3) * hidden)
+    assert work.forward.rotary.fused == pytest.approx(4 * hidden, rel=0.01)
+    assert work.forward.activation.fused == pytest.approx(3 * inner)
+    assert work.backward.activation.fused == pytest.approx(5 * inner)
+
+
+@pytest.mark.parametrize("part", ["norms", "rotary", "activation"])
+def test_a_fused_kernel_is_faster_than_eager_operators(models: dict[int, ModelGraph], part: str) -> None:
+    """Under otherwise equal stacks."""
+    busy = {"host_seconds_per_block": 0.0, "host_seconds_per_collective": 0.0}
+    fused = load_stack("megatron-core").model_copy(update={**busy, "name": "fused"})
+    eager = fused.model_copy(update={part: "eager", "name": "eager"})
+
+    assert price(models[1024], stack=eager).step_seconds > price(models[1024], stack=fused).step_seconds
+
+
+def test_a_pipeline_stage_between_others_exchanges_four_times_a_microbatch() -> None:
+    """Two stages make two exchanges for each microbatch, more stages four; filling and draining pass every border."""
+    assert stage_exchanges(1, 8) == 0
+    assert stage_exchanges(2, 8) == 16
+    assert stage_exchanges(4, 8) - stage_exchanges(4, 7) == 4
+    assert stage_exchanges(8, 4) - stage_exchanges(4, 4) == 8
 
 
 def test_recomputation_trades_time_for_memory(models: dict[int, ModelGraph]) -> None:

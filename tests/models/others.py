@@ -136,16 +136,46 @@ class SpaceTimeDiffusion(nn.Module):
 
     def forward(self, film: Tensor, noise: Tensor, step: Tensor) -> Tensor:
         share = step[:, None, None, None, None]
-        x = self.patches(self._patches(film * (1 - share) + noise * share)) + self.places + self.frames
+        x = self._embedded(film * (1 - share) + noise * share)
         condition = self.step(step[:, None])
         for block in self.blocks:
             x = block(x, condition)
         return F.mse_loss(self.out(x), self._patches(noise))
 
+    def _embedded(self, film: Tensor) -> Tensor:
+        embedded: Tensor = self.patches(self._patches(film)) + self.places + self.frames
+        return embedded
+
     def _patches(self, film: Tensor) -> Tensor:
         batch, frames, channels, height, width = film.shape
         cut = film.view(batch, frames, channels, height // 2, 2, width // 2, 2)
         return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(batch, frames, height * width // 4, channels * 4)
+
+
+class Places(nn.Module):
+    """Adds what is trained for each place and each frame."""
+
+    def __init__(self, width: int, places: int, frames: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(1, 1, places, width))
+        self.frames = nn.Parameter(torch.zeros(1, frames, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.places + self.frames
+
+
+class SpaceTimeTransformer(SpaceTimeDiffusion):
+    """The same with every parameter in a module that one unit holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        (_, _, num_places, width), num_frames = self.places.shape, self.frames.shape[1]
+        del self.places, self.frames
+        self.positions = Places(width, num_places, num_frames)
+
+    def _embedded(self, film: Tensor) -> Tensor:
+        embedded: Tensor = self.positions(self.patches(self._patches(film)))
+        return embedded
 
 
 class Adversaries(nn.Module):

@@ -210,3 +210,14 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
     graph = decoder(num_layers=1, num_heads=1)
     with pytest.raises(UsageError, match="multiple of"):
         candidates(graph, load_cluster("h100-sxm-80:1x7"), request(3))
+
+
+def test_without_time_a_plan_is_found_with_its_gap() -> None:
+    """Pricing watches the clock as well: what was not priced is open, and the plan says so."""
+    graph, wanted = decoder(num_layers=16), request()
+    shared = FactsPricer(graph, load_cluster("h100-sxm-80:8x2"))
+    answer = best_plan(shared, candidates(graph, shared.cluster, wanted), wanted.budget_bytes, time_limit_seconds=0.0)
+
+    assert answer.report.is_time_limited
+    assert 0 < answer.report.gap < 1
+    assert not answer.report.proven_optimal

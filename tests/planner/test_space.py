@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galv.cost_models.unit import FactsPricer
+from galv.cost_models.unit import Degrees, FactsPricer
 from galv.planner.plan import MAX_GLOBAL_BATCH, Strategy
 from galv.planner.space import (
     EVERYTHING,
@@ -52,10 +52,10 @@ GIB = 2**30
 REQUEST = Request(global_batch=64, seq_len=1024, precision="bf16", optimizer="adamw", budget_bytes=79 * GIB)
 
 
-def tables(features: Features, spec: str = "h100-sxm-80:8x1", **model: object) -> list[PricedTable]:
-    """The tables of all candidates of a decoder."""
+def tables(features: Features, spec: str = "h100-sxm-80:8x1", every: int = 1, **model: object) -> list[PricedTable]:
+    """The tables of all candidates of a decoder, or of `every` so many."""
     shared = FactsPricer(decoder(**model), load_cluster(spec))  # type: ignore[arg-type]
-    found = candidates(shared.graph, shared.cluster, REQUEST, features)
+    found = candidates(shared.graph, shared.cluster, REQUEST, features)[::every]
     return [table for candidate in found for table in priced_tables(shared, candidate, REQUEST.budget_bytes)]
 
 
@@ -65,7 +65,7 @@ def strategies(found: list[PricedTable], unit_class: str = "Block") -> set[Strat
 
 def test_every_option_covers_its_stage_with_whole_samples() -> None:
     """The degrees multiply to the stage's devices, and a microbatch is a whole number of samples."""
-    for one in tables(EVERYTHING, experts=4):
+    for one in tables(EVERYTHING, every=17, experts=4):
         outer = one.candidate.outer
         for options in one.table.options.values():
             for option in options:
@@ -75,7 +75,7 @@ def test_every_option_covers_its_stage_with_whole_samples() -> None:
 
 def test_what_the_runtime_does_not_run_is_not_searched() -> None:
     """The default space is what RUNS says, and everything that is left out says why."""
-    found = tables(RUNS)
+    found = tables(RUNS, every=17)
     shared = FactsPricer(decoder(num_heads=4), load_cluster("h100-sxm-80:8x1"))
     reasons = dict(exclusions(shared, REQUEST))
 
@@ -91,7 +91,7 @@ def test_what_the_runtime_does_not_run_is_not_searched() -> None:
 def test_units_of_one_table_choose_their_own_degrees() -> None:
     """Tensor, context, data and expert degrees, shards, replicas, levels, recomputation and offload, side by side."""
     features = replace(EVERYTHING, interleaved=False, zero_bubble=False)
-    found = [one for one in tables(features, attention=True, experts=4) if one.candidate.outer.pp == 1]
+    found = [one for one in tables(features, every=3, attention=True, experts=4) if one.candidate.outer.pp == 1]
     chosen = strategies(found)
 
     assert {s.tp for s in chosen} == {1, 2, 4, 8}
@@ -116,7 +116,7 @@ def test_layouts_of_a_table_have_transitions() -> None:
 
 def test_no_option_is_worse_than_another_of_its_layout() -> None:
     """In every number."""
-    for one in tables(replace(EVERYTHING, interleaved=False, zero_bubble=False))[::7]:
+    for one in tables(replace(EVERYTHING, interleaved=False, zero_bubble=False), every=23):
         for options in one.table.options.values():
             for layout in {option.layout for option in options}:
                 same = [option for option in options if option.layout == layout]
@@ -159,7 +159,8 @@ def test_pricing_a_large_cluster_takes_a_second_or_two() -> None:
     shared = FactsPricer(decoder(num_layers=126, hidden=8192, num_heads=64), load_cluster("h100-sxm-80:8x2048"))
     wanted = replace(REQUEST, global_batch=2048)
     started = time.process_time()
-    found = candidates(shared.graph, shared.cluster, wanted, Features(mixed_degrees=True, hybrid=True))
+    features = Features(mixed_degrees=True, hybrid=True)
+    found = [one for one in candidates(shared.graph, shared.cluster, wanted, features) if one.outer.pp <= 4]
     num_options = [
         len(options)
         for candidate in found
@@ -198,4 +199,36 @@ def test_schedules_that_are_switched_on() -> None:
         ("zb-h1", 1),
         ("zbv", 2),
     ]
-    assert schedules(graph, 2, 8) == [("1f1b", 1), ("gpipe", 1)]
+    assert schedules(graph, 2, 8, Features()) == [("1f1b", 1), ("gpipe", 1)]
+
+
+def test_context_axes_are_left_out_where_data_parallelism_does_as_much() -> None:
+    """A microbatch of two samples on two context ranks costs no less than one sample on each of two data ranks."""
+    graph = decoder(attention=True, num_heads=16)
+    shared = FactsPricer(graph, load_cluster("h100-sxm-80:8x1"))
+    for mode in ("ulysses", "ring"):
+        for cp in (2, 4):
+            together = shared.priced("Block", Degrees(1, mode, cp), 2 * cp)
+            apart = shared.priced("Block", Degrees(), 2)
+            assert together.forward_seconds + together.forward_sent_seconds >= apart.forward_seconds
+            assert together.backward_seconds + together.backward_sent_seconds >= apart.backward_seconds
+            assert together.facts.saved_bytes >= apart.facts.saved_bytes * (1 - 1e-9)
+
+    found = candidates(graph, shared.cluster, REQUEST, EVERYTHING)
+    contexts = [one for one in found if one.uniform is not None and one.uniform.cp > 1]
+    assert contexts
+    for one in contexts:
+        assert one.uniform is not None
+        assert one.outer.microbatch(one.num_devices // one.uniform.num_ranks) == 1
+
+
+def test_ends_of_a_pipeline_choose_their_own_degrees() -> None:
+    """The blocks of a table share their degrees; embedding and head do not, and pay for what lies between."""
+    found = [one for one in tables(Features(mixed_degrees=True)) if one.candidate.outer.pp == 2]
+    chosen = {option.strategy.tp for one in found for option in one.table.options["head"]}
+
+    assert len(chosen) > 1
+    for one in found:
+        degrees = {(o.strategy.tp, o.strategy.sequence, o.strategy.cp) for o in one.table.options["Block"]}
+        assert len(degrees) == 1
+        assert not one.table.transitions

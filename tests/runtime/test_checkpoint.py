@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -26,6 +28,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "zero3": (2, {"zero": 3, "micro_batch": 2}),
     "tp2 x zero1": (4, {"tp": 2, "zero": 1, "micro_batch": 2}),
     "pp2 x zero2": (4, {"pp": 2, "zero": 2, "micro_batch": 2}),
+    "ep2 x zero3": (4, {"ep": 2, "zero": 3}),
+    "ep4": (4, {"ep": 4}),
 }
 
 
@@ -77,21 +81,26 @@ def resume(model: str, text: str, folder: str, more: int) -> tuple[int, list[flo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resuming_gives_the_unbroken_losses(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Under the same plan, to the last bit."""
-    plan = plan_of("gpt2", layout)
-    unbroken = pool.run(save_after, plan.num_devices, "gpt2", plan.to_json(), str(tmp_path), 2, 2)
+    model = "mixtral" if layout.startswith("ep") else "gpt2"
+    plan = plan_of(model, layout)
+    unbroken = pool.run(save_after, plan.num_devices, model, plan.to_json(), str(tmp_path), 2, 2)
 
-    resumed = pool.run(resume, plan.num_devices, "gpt2", plan.to_json(), str(tmp_path), 2)
+    resumed = pool.run(resume, plan.num_devices, model, plan.to_json(), str(tmp_path), 2)
 
     assert resumed == [(2, losses) for losses in unbroken]
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2 x zero1", "zero3"), ("zero3", "pp2 x zero2"), ("ddp", "one"), ("ep2 x zero3", "zero3"), ("zero3", "ep4")],
+)
 def test_a_run_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     """Weights and moments are those of before, in other shards on other ranks."""
-    old, new = plan_of("llama", before), plan_of("llama", after)
-    unbroken = pool.run(save_after, old.num_devices, "llama", old.to_json(), str(tmp_path), 2, 2)
+    model = "mixtral" if "ep" in before + after else "llama"
+    old, new = plan_of(model, before), plan_of(model, after)
+    unbroken = pool.run(save_after, old.num_devices, model, old.to_json(), str(tmp_path), 2, 2)
 
-    resumed = pool.run(resume, new.num_devices, "llama", new.to_json(), str(tmp_path), 2)
+    resumed = pool.run(resume, new.num_devices, model, new.to_json(), str(tmp_path), 2)
 
     for step, losses in resumed:
         assert step == 2
@@ -138,4 +147,43 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(pool: Pool, tmp_path: P
         assert steps == [2, 3]
         assert "No space left on device (rank 1)" in message
         assert "step-00000003" in message
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def reasons(text: str, folder: str) -> str:
+    """Why a run cannot go on in `folder`."""
+    module, optimizer = made("llama", text)
+    try:
+        CheckpointFolder(folder).resume(module, optimizer)
+    except (RunError, UsageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_all(pool: Pool, tmp_path: Path) -> None:
+    """One in another run's use, and one that cannot be written: before any step, on every rank."""
+    text = plan_of("llama", "zero3").to_json()
+    (tmp_path / "file").touch()
+    with (tmp_path / "in-use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(" (process 7 on there)")
+        lock.flush()
+        taken = pool.run(reasons, 2, text, str(tmp_path))
+    unwritable = pool.run(reasons, 2, text, str(tmp_path / "file" / "below"))
+
+    assert all("UsageError" in said and "another run has it (process 7 on there)" in said for said in taken)
+    assert all("UsageError" in said and "Not a directory" in said for said in unwritable)
+
+
+def test_a_damaged_checkpoint_is_one_message(pool: Pool, tmp_path: Path) -> None:
+    """A file that is cut short: which checkpoint, on every rank; half-written ones are cleared away."""
+    text = plan_of("llama", "zero3").to_json()
+    pool.run(save_after, 2, "llama", text, str(tmp_path), 1, 0)
+    (tmp_path / "step-00000009.partial").mkdir()
+    file = next((tmp_path / "step-00000001").glob("__1_*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+    for said in pool.run(reasons, 2, text, str(tmp_path)):
+        assert said.startswith(f"RunError: cannot read the checkpoint {tmp_path / 'step-00000001'}: ")
+        assert "remove that folder" in said
     assert not list(tmp_path.glob("*.partial"))

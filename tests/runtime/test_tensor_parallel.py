@@ -7,13 +7,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from galv.errors import RunError
-from galv.planner.plan import Layout, Redistribution
-from galv.runtime.tensor_parallel import cut, joined, redistributor, with_activation
+from galv.planner.plan import Layout, ModuleLayout, Redistribution, TensorParallelLayout
+from galv.runtime.randomness import ShardRegions
+from galv.runtime.tensor_parallel import apply_tensor_parallel, cut, joined, redistributor, with_activation
+from galv.runtime.ties import Ties
 from tests.distributed_pool import Pool
 
 SHAPE = (2, 12, 12)
@@ -109,6 +111,49 @@ def test_shards_move_to_another_dim(pool: Pool) -> None:
     """S to S along another dim exchanges the parts."""
     for moved, expected in pool.run(move_across_dims, 2):
         torch.testing.assert_close(moved, expected)
+
+
+class Tokens(nn.Module):
+    """Puts a trained token in front of others and adds two trained tables to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1, 1, 4))
+        self.places, self.kinds = nn.Parameter(torch.ones(1, 3, 4)), nn.Parameter(torch.ones(1, 3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One token more, for one sample."""
+        return torch.cat((self.first, x), 1) + self.places + self.kinds
+
+
+def accumulated(samples: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients of all samples, one after the other, under tensor parallelism over the last dim."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    cut_last = Redistribution.model_validate({"source": "S2", "target": "S2"})
+    part = ModuleLayout(
+        module="",
+        parameters=dict.fromkeys(("first", "places", "kinds"), cut_last),
+        inputs={"0": Redistribution.model_validate({"source": "R", "target": "S2"})},
+        outputs={"0": Redistribution.model_validate({"source": "S2", "target": "R"})},
+    )
+    layout = TensorParallelLayout(unit_class="tokens", degree=2, sequence="none", modules=(part,))
+    model = Tokens()
+    regions = ShardRegions(torch.device("cpu"), mesh.get_local_rank())
+    apply_tensor_parallel(model.get_submodule, layout, mesh, Ties(model), regions)
+    for sample in samples:
+        model(sample).square().sum().backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+
+
+def test_gradients_of_one_sample_do_not_share_storage(pool: Pool) -> None:
+    """Where nothing is summed over samples, gradients of several parameters are one tensor or parts of it."""
+    samples = [torch.full((1, 2, 4), float(value)) for value in (1, 2, 3)]
+    alone = Tokens()
+    for sample in samples:
+        alone(sample).square().sum().backward()
+
+    for found in pool.run(accumulated, 2, samples):
+        torch.testing.assert_close(found, {name: p.grad for name, p in alone.named_parameters()})
 
 
 def cut_unevenly() -> str:

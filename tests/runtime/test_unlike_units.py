@@ -73,6 +73,11 @@ MIXED: dict[str, tuple[str, list[Strategy], dict[str, Any]]] = {
         [tensor(2), data(2, 2), tensor(2, cut=True), data(2, 3), tensor(2)],
         {"stages": (1, 1, 1, 2), "schedule": "zbv", "virtual_stages": 2, "num_microbatches": 4},
     ),
+    "tied copies on one rank": (
+        "gpt2",
+        [data(2, 1), tensor(2), data(2, 2), tensor(2), tensor(2)],
+        {"stages": (1, 1, 1, 2), "schedule": "zbv", "virtual_stages": 2, "num_microbatches": 2},
+    ),
     "right at a border": (
         "llama",
         [tensor(2), tensor(2, cut=True), data(2, 2), tensor(2, cut=True), data(2)],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 """Where no line of the model's own is."""
 
 

@@ -55,11 +55,16 @@ class Line:
         least = self.incumbent_seconds if self.best is None else min(self.incumbent_seconds, self.best.step_seconds)
         return least * (1 - max(self.tolerance, _TOLERANCE))
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time is up; it is not before there is a plan at all."""
+        return self.clock.is_over and np.isfinite(self.goal_seconds)
+
     def solve(self) -> Found:
         """The best cut that beats the incumbent, if any, and a bound on all."""
         squeeze = self._squeezed(self._first())
         for refine in (self._relaxed, self._exactly):
-            if not squeeze.is_empty and not self.clock.is_over:
+            if not squeeze.is_empty and not self._is_over:
                 squeeze = self._squeezed(self._refined(squeeze, refine))
         bound = squeeze.bound_seconds
         if bound < self.goal_seconds:
@@ -70,7 +75,7 @@ class Line:
 
     def _one_by_one(self, squeeze: Squeeze) -> float:
         """A bound on the cuts that are left, where they are few; 0 where they are many."""
-        cuts = None if self.clock.is_over else squeeze.cuts(MAX_CUTS)
+        cuts = None if self._is_over else squeeze.cuts(MAX_CUTS)
         return 0.0 if cuts is None else min((self._cut_bound(cut) for cut in cuts), default=np.inf)
 
     def _cut_bound(self, cut: tuple[int, ...]) -> float:
@@ -164,7 +169,7 @@ class Line:
     def _squeezed(self, squeeze: Squeeze) -> Squeeze:
         """Only the cells that a cut below the goal can have; tries some cuts on the way, which lower the goal."""
         for _ in range(_ROUNDS):
-            if squeeze.is_empty or self.clock.is_over:
+            if squeeze.is_empty or self._is_over:
                 break
             chains = self._tried_some(squeeze)
             goal = self.goal_seconds

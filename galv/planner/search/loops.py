@@ -1,18 +1,17 @@
-"""Pipelines of several chunks a rank: chunks of even seconds, then better ones nearby; the bound spreads the ranks'
-work.
+"""Pipelines whose cut is given: of several chunks a rank, or with split backwards. All are cut as evenly as can be.
 
-A rank's chunks share its memory. For one cut, the rank's options are chosen together, as those of one stage with the
-units of all its chunks, and units that take the same option are spread evenly over the chunks. Cuts are sought by
-moving single units between chunks, as long as that makes the step shorter.
+Such schedules live from ranks that take equally long: the cut is the one whose slowest chunk is fastest, memory
+ignored, of these the one of least squares. A rank's chunks share its memory. Its options are chosen together, as
+those of one stage with the units of all its chunks, and units that take the same option are spread evenly over them.
 
-The bound is on the slowest rank: whatever the cut, some rank's own work is at least the relaxed work of all ranks by
-their number (`relax`), and where a model is one row of equal blocks with one unit at either end, at least the best
-share of blocks, found exactly, rank by rank.
+The bound is on the slowest rank: it waits for the first microbatch to come up through the chunks below its lowest
+one, does its own work, and unless weight parts can fill that time, its last gradient goes down through these chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -21,10 +20,10 @@ import numpy as np
 
 from galv.planner.partition import Counts, least_maximum, least_sum
 from galv.planner.search.assign import Assigner, stage_choice
-from galv.planner.search.relax import relaxed_bound_seconds
 from galv.planner.search.shape import Shape
-from galv.planner.search.solution import Clock, Found, Solution, better
+from galv.planner.search.solution import Clock, Found, Solution
 from galv.planner.search.table import CostTable, Option, StageChoice
+from galv.schedules import SPLIT
 
 _TOLERANCE = 1e-9
 
@@ -40,8 +39,6 @@ class Loops:
     clock: Clock
     best: Solution | None = None
     _ranks: dict[tuple[int, Counts], tuple[tuple[str, Option], ...] | None] = field(default_factory=dict)
-    _work: dict[tuple[float, Counts], float] = field(default_factory=dict)
-    _tried: set[tuple[int, ...]] = field(default_factory=set)
 
     @cached_property
     def assigner(self) -> Assigner:
@@ -53,18 +50,26 @@ class Loops:
         least = self.incumbent_seconds if self.best is None else min(self.incumbent_seconds, self.best.step_seconds)
         return least * (1 - max(self.tolerance, _TOLERANCE))
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the time is up; it is not before there is a plan at all."""
+        return self.clock.is_over and np.isfinite(self.goal_seconds)
+
     def solve(self) -> Found:
-        """The best cut found that beats the incumbent, if any, and a bound on all."""
-        bound = relaxed_bound_seconds(self.table)
+        """The best plan of the even cut that beats the incumbent, if any, and a bound on all plans of that cut."""
+        bound = self.floor_seconds(with_memory=False)
         if bound < self.goal_seconds:
-            bound = max(bound, self._least_share_seconds())
-        if bound < self.goal_seconds:
-            self._descend(self._even())
+            bound = self.floor_seconds(with_memory=True)
+        if bound < self.goal_seconds and not self._is_over:
+            found = self._evaluated(self.cut)
+            if found is not None and found.step_seconds < self.incumbent_seconds:
+                self.best = found
         return Found(self.best, min(bound, self.goal_seconds))
 
-    # -- cuts
+    # -- the cut
 
-    def _even(self) -> tuple[int, ...]:
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
         """The cut whose slowest chunk is fastest, memory ignored."""
         each = np.array([min(o.seconds(1) for o in self.table.options[name]) for name in self.table.chain])
         upto = np.concatenate(([0.0], np.cumsum(each)))
@@ -76,38 +81,7 @@ class Loops:
         squares = [np.where(cost <= top * (1 + _TOLERANCE), cost * cost, np.inf) for cost in all_costs]
         return least_sum(squares)[1]
 
-    def _descend(self, cut: tuple[int, ...]) -> None:
-        """From `cut`, as long as moving a unit over borders helps."""
-        here = self._evaluated(cut)
-        if here is not None and here.step_seconds < self.incumbent_seconds:
-            self.best = better(self.best, here)
-        improved = True
-        while improved and not self.clock.is_over:
-            improved = False
-            for other in self._neighbours(cut):
-                if other in self._tried or self.clock.is_over:
-                    continue
-                found = self._evaluated(other)
-                if found is not None and (here is None or found.step_seconds < here.step_seconds * (1 - _TOLERANCE)):
-                    cut, here, improved = other, found, True
-                    break
-            if here is not None and here.step_seconds < self.incumbent_seconds:
-                self.best = better(self.best, here)
-
-    def _neighbours(self, cut: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Cuts in which one chunk gives a unit to another: all borders between them move by one."""
-        chunks = self.shape.num_chunks
-        order = sorted(range(chunks), key=lambda c: cut[c] - cut[c + 1])
-        for giver in order[:_GIVERS]:
-            for taker in range(chunks):
-                step = 1 if taker < giver else -1
-                borders = range(taker + 1, giver + 1) if taker < giver else range(giver + 1, taker + 1)
-                other = tuple(place + step if b in borders else place for b, place in enumerate(cut))
-                if giver != taker and all(a < b for a, b in pairwise(other)):
-                    yield other
-
     def _evaluated(self, cut: tuple[int, ...]) -> Solution | None:
-        self._tried.add(cut)
         picked: dict[int, list[Option]] = {}
         for rank in range(self.shape.num_ranks):
             chunks = self.shape.chunks(rank)
@@ -146,45 +120,38 @@ class Loops:
 
     # -- the bound
 
-    def _least_share_seconds(self) -> float:
-        """A bound on the slowest rank's work over all ways to share out the blocks; 0 for models of another form."""
-        chain = self.table.chain
-        blocks = max(((name, len(list(run))) for name, run in groupby(chain)), key=lambda run: run[1])
-        head = None if chain[0] == blocks[0] else chain[0]
-        tail = None if chain[-1] == blocks[0] else chain[-1]
-        if blocks[1] + (head is not None) + (tail is not None) != len(chain):
-            return 0.0
-        size = blocks[1] + 1
-        reach = np.where(np.arange(size) == 0, 0.0, np.inf)
+    def floor_seconds(self, *, with_memory: bool) -> float:
+        """Seconds that no plan can stay below; infinite when a rank cannot hold its units, where memory counts."""
+        split, transfer, cut = self.shape.schedule in SPLIT, self.shape.transfer_seconds, self.cut
+        least = {name: _least_trip_seconds(options, split) for name, options in self.table.options.items()}
+        floor = wait = 0.0
+        # The lowest chunk of rank r is the model's chunk r.
         for rank in range(self.shape.num_ranks):
             chunks = self.shape.chunks(rank)
-            extra = [head] * (0 in chunks) + [tail] * (self.shape.num_chunks - 1 in chunks)
-            fixed = tuple((name, 1) for name in extra if name is not None)
-            values = np.full(size, np.inf)
-            for number in range(max(0, self.shape.virtual_stages - len(fixed)), size):
-                values[number] = self._rank_work(rank, (*fixed, (blocks[0], number)) if number else fixed)
-                if values[number] >= self.goal_seconds:
-                    values[number] = np.inf
-                    break
-            through = np.maximum(reach[:, None], np.array([np.roll(values, k) for k in range(size)]))
-            reach = np.min(np.where(np.arange(size)[:, None] <= np.arange(size)[None, :], through, np.inf), axis=0)
-        return float(min(reach[-1], self.goal_seconds))
+            names = Counter(name for c in chunks for name in self.table.chain[cut[c] : cut[c + 1]])
+            floor = max(floor, wait + (self._work_seconds(rank, names) if with_memory else self._free_seconds(names)))
+            wait += sum(least[name] for name in self.table.chain[cut[rank] : cut[rank + 1]])
+            wait += transfer if split else 2 * transfer
+        return floor
 
-    def _rank_work(self, rank: int, units: Counts) -> float:
-        """A bound on the time at which a rank that holds `units` has done its work of a step."""
-        key = self.shape.in_flight(rank), units
-        if key not in self._work:
-            self._work[key] = self.assigner.relaxed_seconds(
-                units, in_flight=key[0], weights=self.shape.busy, usable_bytes=self.table.usable_bytes
-            )
-        return self._work[key] + self.shape.least_wait_seconds(self.shape.chunks(rank)[0], self._least_forward)
+    def _work_seconds(self, rank: int, names: Counter[str]) -> float:
+        """The least that a rank has to do, its memory relaxed."""
+        return self.assigner.relaxed_seconds(
+            tuple(names.items()),
+            in_flight=self.shape.in_flight(rank),
+            weights=self.shape.busy,
+            usable_bytes=self.table.usable_bytes,
+        )
 
-    @cached_property
-    def _least_forward(self) -> float:
-        return min(option.forward_seconds for options in self.table.options.values() for option in options)
+    def _free_seconds(self, names: Counter[str]) -> float:
+        """The least that a rank has to do, were memory free."""
+        options, busy = self.table.options, self.shape.busy
+        return sum(number * min(o.weighted(busy) for o in options[name]) for name, number in names.items())
 
 
-_GIVERS = 4
+def _least_trip_seconds(options: Sequence[Option], split: bool) -> float:
+    """The least that a unit delays the ranks above it, on the way up and, where backward is not split, down."""
+    return min(o.forward_seconds + (0.0 if split else o.backward_seconds) for o in options)
 
 
 def _dealt(

@@ -112,7 +112,7 @@ class _Search:
     def _reason_to_stop(self, bound: float, best: list[Ranked]) -> str | None:
         if bound >= self._goal(best) * (1 - self.tolerance):
             return BY_BOUND
-        return BY_TIME if self.clock.is_over else None
+        return BY_TIME if best and self.clock.is_over else None
 
     def _with(self, best: list[Ranked], ranked: Ranked) -> list[Ranked]:
         return sorted([*best, ranked], key=self._value)[: self.number]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite, sqrt
 
+from galv.planner.plan import ScheduleName
 from galv.planner.search.shape import Shape
 from galv.planner.search.table import CostTable, Option
 
@@ -45,11 +46,22 @@ def relaxed_bound_seconds(table: CostTable) -> float:
     """Seconds that no plan of `table` can stay below; infinite when not even the relaxation fits."""
     work, stages, rounds = _least_work_seconds(table), table.num_stages, table.num_microbatches
     steady = sum(min(o.forward_seconds + o.backward_seconds for o in table.options[name]) for name in table.chain)
+    return steady_bound_seconds(work, steady, table.schedule, stages, rounds)
+
+
+def steady_bound_seconds(
+    work_seconds: float, steady_seconds: float, schedule: ScheduleName, num_stages: int, num_microbatches: int
+) -> float:
+    """Seconds that no step stays below whose stages have at least `work_seconds` to do, all together.
+
+    `steady_seconds` is their least for one microbatch.
+    """
+    work, steady, stages, rounds = work_seconds, steady_seconds, num_stages, num_microbatches
     if stages == 1 or not isfinite(work):
         return work
-    if table.schedule == "gpipe" or rounds < stages:
-        return work / stages + (steady - steady / stages if table.schedule == "gpipe" else 0.0)
-    if table.schedule != "1f1b":
+    if schedule == "gpipe" or (schedule == "1f1b" and rounds < stages):
+        return work / stages + steady - steady / stages
+    if schedule != "1f1b":
         return work / stages
     slack = (work - steady) / stages
     return (slack + sqrt(slack**2 + 4 * rounds * steady**2 / stages)) / 2

@@ -16,9 +16,6 @@ from galv.planner.plan import ScheduleName
 from galv.planner.search.table import CostTable, Weights
 from galv.schedules import executed_schedule, rank_of_chunk
 
-_SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "zbv")
-"""Schedules that run the weight part of backward later."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -57,12 +54,12 @@ class Shape:
         rounds, transfer = self.num_microbatches, self.transfer_seconds
         return pipeline_seconds(self.schedule, chunks, rounds, transfer, self.virtual_stages)
 
-    # -- chains of work
+    # -- chains of work under GPipe and 1F1B
 
     @property
     def trip(self) -> Weights:
         """How often the first microbatch's way up and the last one's way down count a chunk's seconds, at least."""
-        return (1.0, 0.0, 0.0) if self.schedule in _SPLIT else (1.0, 1.0, 0.0)
+        return 1.0, 1.0, 0.0
 
     @property
     def lap(self) -> Weights:
@@ -72,8 +69,7 @@ class Shape:
     @property
     def trip_transfers_seconds(self) -> float:
         """Transfers on that way."""
-        borders = self.num_ranks - 1
-        return (1 if self.schedule in _SPLIT else 2) * borders * self.transfer_seconds
+        return 2 * (self.num_ranks - 1) * self.transfer_seconds
 
     def extras(self, rank: int) -> tuple[Weights, ...]:
         """What a rank of one chunk adds to the trip, one entry for each chain.
@@ -81,15 +77,12 @@ class Shape:
         With w microbatches in flight on the rank under 1F1B: the first microbatch goes up and back to the rank,
         which then has its m - w other forwards and m - 1 other backwards to do before the last gradient goes down;
         read backwards in time, m - 1 forwards and m - w backwards precede its last forward, which goes up and all
-        the way down. Under GPipe all microbatches pass a rank up and then down. Where backward is split, the rank's
-        own end counts: all its work that comes after the first microbatch is back.
+        the way down. Under GPipe all microbatches pass a rank up and then down.
         """
         m = float(self.num_microbatches)
         if self.schedule == "gpipe":
             return ((m - 1, m - 1, 1.0),)
         ahead = float(self.num_ranks - rank)
-        if self.schedule in _SPLIT:
-            return ((m - min(ahead, m), m, 1.0),)
         return (m - ahead, m - 1, 1.0), (m - 1, m - ahead, 1.0)
 
     def longest_loop(self, laps: np.ndarray) -> tuple[np.ndarray, float]:
@@ -138,11 +131,6 @@ class Shape:
         laps, transfers = self.longest_loop(times.sum(axis=1))
         found.append((np.stack([laps, laps], axis=1), transfers))
         return max(found, key=lambda chain: float((chain[0] * times).sum()) + chain[1])
-
-    def least_wait_seconds(self, chunk: int, unit_seconds: float) -> float:
-        """How long a chunk waits for its first microbatch, when no unit's forward takes less than `unit_seconds`."""
-        borders = sum(self.rank(c) != self.rank(c + 1) for c in range(chunk))
-        return chunk * unit_seconds + borders * self.transfer_seconds
 
     @property
     def busy(self) -> Weights:

@@ -1,8 +1,8 @@
 """The best plan of one outer choice: where to cut the chain, what each stage does, and a lower bound as proof.
 
 The step time of a cut is the simulated schedule over its chunks plus the longest once-a-step work. With one stage
-there is nothing to cut and the inner problem is the answer. A pipeline of one chunk a rank is squeezed (`line`), one
-of several chunks a rank is spread (`loops`); where the cuts are few, all of them are looked at (`every`).
+there is nothing to cut and the inner problem is the answer. Under GPipe and 1F1B cells are squeezed until the best cut
+is left (`line`); other schedules are cut evenly (`loops`). Where cuts are few, all of them are looked at (`every`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,25 @@ _TOLERANCE = 1e-9
 
 
 def lower_bound_seconds(table: CostTable) -> float:
-    """A cheap bound on every plan of `table`: whole numbers and cuts relaxed, or its longest unit alone."""
+    """A cheap bound on every plan of `table`: whole numbers and cuts, or memory, relaxed, or its longest unit alone."""
     longest = max(min(o.forward_seconds + o.backward_seconds for o in table.options[name]) for name in set(table.chain))
-    return max(relaxed_bound_seconds(table), table.num_microbatches * longest)
+    alone, shape = table.num_microbatches * longest, Shape.of(table)
+    if shape.num_chunks > len(table.chain):
+        return np.inf
+    if not _is_even(shape) or _has_few_cuts(table, shape):
+        return max(relaxed_bound_seconds(table), alone)
+    # What ranks of these schedules hold at once takes longer to find than all of this.
+    return max(Loops(table, shape, np.inf, 0.0, Clock()).floor_seconds(with_memory=False), alone)
+
+
+def _is_even(shape: Shape) -> bool:
+    """Whether the schedule's pipelines are cut evenly."""
+    return shape.schedule not in ("none", "gpipe", "1f1b")
+
+
+def _has_few_cuts(table: CostTable, shape: Shape) -> bool:
+    cuts = comb(len(table.chain) - 1, shape.num_chunks - 1)
+    return cuts <= MAX_CUTS and len(table.chain) <= MAX_UNITS
 
 
 @dataclass(frozen=True)
@@ -59,15 +75,13 @@ def solve(
         return Solved(None, incumbent_seconds)
     if shape.num_chunks == 1:
         return _single(table, shape, incumbent_seconds)
-    walk: Line | Loops
-    if table.virtual_stages == 1:
-        walk = Line(table, shape, incumbent_seconds, tolerance, clock)
-    else:
-        walk = Loops(table, shape, incumbent_seconds, tolerance, clock)
+    few, even = _has_few_cuts(table, shape), _is_even(shape)
+    if even and few:
+        return _closed(best_of_every_cut(table, shape, incumbent_seconds), incumbent_seconds)
+    walk = (Loops if even else Line)(table, shape, incumbent_seconds, tolerance, clock)
     found = walk.solve()
     best, goal = found.best, incumbent_seconds if found.best is None else found.best.step_seconds
-    is_open = found.bound_seconds < goal * (1 - max(tolerance, _TOLERANCE))
-    if is_open and comb(len(table.chain) - 1, shape.num_chunks - 1) <= MAX_CUTS and len(table.chain) <= MAX_UNITS:
+    if few and found.bound_seconds < goal * (1 - max(tolerance, _TOLERANCE)):
         best = better(best, best_of_every_cut(table, shape, goal))
         return _closed(best, incumbent_seconds)
     # A walk that stops at its tolerance has shown no more than that.
