@@ -9,7 +9,7 @@ out. The data axes do not matter here: see `data_parallel` and `strategies`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, get_args
@@ -18,7 +18,7 @@ import numpy as np
 
 from galv.cost_models.communication import Group
 from galv.cost_models.compute import phase_seconds, unit_seconds
-from galv.cost_models.memory import ModelStates
+from galv.cost_models.memory import ModelStates, Passing
 from galv.cost_models.network import Network
 from galv.cost_models.readings import Ratios, place, ratio_at, ratios
 from galv.cost_models.weight_gradients import weight_seconds
@@ -76,16 +76,15 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class WorkingBytes:
-    """What is alive only while a unit runs, part by part."""
+    """What a unit holds beyond states and activations while it runs."""
 
     forward_bytes: float
-    """Temporaries of forward beyond what is kept."""
+    """Temporaries of forward."""
     backward_bytes: float
     """Recomputed activations and temporaries of backward."""
-    gathered_bytes: float = 0.0
-    """The unit's own parameters where they are gathered for the moment (zero 3)."""
-    reduction_bytes: float = 0.0
-    """Gradients in the making and on their way."""
+    passing: Passing = field(default_factory=Passing)
+    loss_is_apart: bool = False
+    """Whether the temporaries are those of a loss that is no module: parameters are gathered before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
