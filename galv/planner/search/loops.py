@@ -143,7 +143,9 @@ class Loops:
         least = {name: _least_each(options) for name, options in self.table.options.items()}
         chunks = []
         for start, stop in pairwise(self.cut):
-            forward, inputs, weight, step = sum(least[name] for name in self.table.chain[start:stop]).tolist()
+            forward, inputs, weight, step = np.sum(
+                [least[name] for name in self.table.chain[start:stop]], axis=0
+            ).tolist()
             chunks.append(StageSeconds(forward, inputs + weight, step, weight))
         return self.shape.step_seconds(chunks)
 
@@ -164,10 +166,10 @@ class Loops:
 
 def _least_each(options: Sequence[Option]) -> np.ndarray:
     """The least forward, input part and weight part of backward, and once-a-step seconds of some options."""
-    return np.min(
-        [(o.forward_seconds, o.backward_seconds - o.weight_seconds, o.weight_seconds, o.step_seconds) for o in options],
-        axis=0,
-    )
+    each = [
+        (o.forward_seconds, o.backward_seconds - o.weight_seconds, o.weight_seconds, o.step_seconds) for o in options
+    ]
+    return np.asarray(np.min(each, axis=0))
 
 
 def _least_trip_seconds(options: Sequence[Option], split: bool) -> float:
