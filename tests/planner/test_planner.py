@@ -59,7 +59,7 @@ def test_a_small_model_runs_data_parallel_without_recomputation() -> None:
 
     assert plan.pipeline.degree == 1
     assert plan.search is not None
-    assert plan.search.proven_optimal
+    assert plan.search.gap < 1e-3
     assert {unit.strategy.recompute for unit in plan.units()} == {"none"}
     assert all(unit.strategy.zero < 3 for unit in plan.units())
 

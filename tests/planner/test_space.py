@@ -174,7 +174,7 @@ def test_pricing_a_large_cluster_takes_a_second_or_two() -> None:
     ]
 
     assert len(found) > 20
-    assert max(num_options) > 100
+    assert max(num_options) > 20
     assert time.process_time() - started < 3
 
 

@@ -143,8 +143,9 @@ class Loops:
         least = {name: _least_each(options) for name, options in self.table.options.items()}
         chunks = []
         for start, stop in pairwise(self.cut):
-            held = np.sum([least[name] for name in self.table.chain[start:stop]], axis=0)
-            forward, inputs, weight, step = (float(value) for value in held)
+            forward, inputs, weight, step = np.sum(
+                [least[name] for name in self.table.chain[start:stop]], axis=0
+            ).tolist()
             chunks.append(StageSeconds(forward, inputs + weight, step, weight))
         return self.shape.step_seconds(chunks)
 
@@ -165,10 +166,10 @@ class Loops:
 
 def _least_each(options: Sequence[Option]) -> np.ndarray:
     """The least forward, input part and weight part of backward, and once-a-step seconds of some options."""
-    parts = [
+    each = [
         (o.forward_seconds, o.backward_seconds - o.weight_seconds, o.weight_seconds, o.step_seconds) for o in options
     ]
-    return np.asarray(np.min(parts, axis=0))
+    return np.asarray(np.min(each, axis=0))
 
 
 def _least_trip_seconds(options: Sequence[Option], split: bool) -> float:

@@ -26,6 +26,8 @@ MAX_CUTS = 40
 """So many cuts are all looked at, where the bounds leave a gap."""
 MAX_UNITS = 8
 """In chains of at most this length."""
+MAX_OPTIONS = 8
+"""Whose units have at most so many options."""
 _TOLERANCE = 1e-9
 
 
@@ -48,7 +50,8 @@ def _is_even(shape: Shape) -> bool:
 
 def _has_few_cuts(table: CostTable, shape: Shape) -> bool:
     cuts = comb(len(table.chain) - 1, shape.num_chunks - 1)
-    return cuts <= MAX_CUTS and len(table.chain) <= MAX_UNITS
+    most = max(len(options) for options in table.options.values())
+    return cuts <= MAX_CUTS and len(table.chain) <= MAX_UNITS and most <= MAX_OPTIONS
 
 
 @dataclass(frozen=True)
