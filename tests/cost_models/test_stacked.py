@@ -200,12 +200,6 @@ def test_a_stack_plan_names_its_stack_and_does_not_run(models: dict[int, ModelGr
         galv.parallelize(None, plan)  # type: ignore[arg-type]
 
 
-def test_galvs_own_runtime_has_no_virtual_stages(models: dict[int, ModelGraph]) -> None:
-    """What only other software does needs a stack."""
-    with pytest.raises(galv.UsageError, match="galv does not run interleaved"):
-        price(models[1024], stack=None, virtual_stages=2)
-
-
 def test_a_captured_model_is_priced_like_the_model_itself(models: dict[int, ModelGraph]) -> None:
     """An estimate of a captured model under galv's runtime is fast the second time and the same."""
     first, second = (price(models[1024], stack=None, pp=1) for _ in range(2))

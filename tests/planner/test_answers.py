@@ -103,13 +103,16 @@ def test_the_k_best_differ_and_come_in_order() -> None:
 
 
 def test_by_memory_nothing_needs_less() -> None:
-    """Least memory fits a budget just above its peak, and nothing fits just below."""
+    """Nothing fits just below its peak; the smallest budget named does suffice, and is hardly above."""
     leanest = max(answered(question(objective="memory"))[0].estimate.peak_bytes)
     ranked = answered(question(objective="memory"), 3)
 
-    answered(question(memory=leanest * 1.001 / GIB))
-    with pytest.raises(NoFeasiblePlan):
+    with pytest.raises(NoFeasiblePlan) as refused:
         answered(question(memory=leanest * 0.999 / GIB))
+    smallest = refused.value.smallest_budget_bytes
+    assert smallest is not None
+    answered(question(memory=smallest * 1.001 / GIB))
+    assert leanest <= smallest < leanest * 1.05  # the search's sum of parts is a bound on the timeline's peak
     peaks = [max(plan.estimate.peak_bytes) for plan in ranked]
     assert peaks == sorted(peaks)
     assert peaks[0] == leanest

@@ -45,7 +45,8 @@ class Trace:
     forward_end: int = 0
     """The number of memory events when backward began."""
     products: dict[int, int] = field(default_factory=dict)
-    """By storage of the result, the last plain matrix product of backward that made it, as its place in `operators`."""
+    """By number of the result's storage in `memory`, the plain matrix product of backward that made it, as its place in
+    `operators`."""
 
     @property
     def saved_bytes(self) -> int:
@@ -69,11 +70,10 @@ class Trace:
     def end_backward(self, gradients: Iterable[Tensor | None]) -> None:
         """Backward is over; what `gradients` of parameters hold is not counted as memory of the stretch."""
         made = [grad for grad in gradients if grad is not None]
-        keys = {storage_key(grad) for grad in made} & self.products.keys()
-        for place in (self.products[key] for key in keys):
-            self.operators[place] = replace(self.operators[place], is_weight_gradient=True)
         numbers = (self.memory.number(grad) for grad in made)
         own = frozenset(number for number in numbers if number is not None)
+        for place in (self.products[number] for number in own & self.products.keys()):
+            self.operators[place] = replace(self.operators[place], is_weight_gradient=True)
         peak = self.memory.peak(self.forward_end, len(self.memory.events), own)
         self.backward_peak_bytes = max(self.backward_peak_bytes, peak)
 
@@ -115,10 +115,10 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors_in(out):
             if storage_key(tensor) not in held:
                 trace.memory.add(tensor)
-                # The name may have been that of a storage that lives no more.
-                trace.products.pop(storage_key(tensor), None)
         if self.phase == "backward" and func is torch.ops.aten.mm.default:
-            trace.products[storage_key(out)] = place
+            number = trace.memory.number(out)
+            assert number is not None, "just added"
+            trace.products[number] = place
         return out
 
     def _trace(self) -> Trace | None:
