@@ -33,6 +33,8 @@ check: $(READY) ## format, lint, types, layers and tests: what CI runs
 bench: $(READY) ## run the benchmarks; DATA=DIR also prices the published runs in DIR
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python benchmarks/fuzz.py --plans 200
+	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/resume.py
 	$(if $(DATA),$(BIN)/python benchmarks/published.py --data $(DATA),@echo "published runs: make bench DATA=DIR")
 	$(foreach dir,$(wildcard $(DATA)/galvatron $(DATA)/peers/galvatron),$(BIN)/python benchmarks/galvatron.py --data $(dir))
 

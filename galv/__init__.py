@@ -9,9 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from galv.api import build_model, capture, check, estimate, graph, parallelize, plan, sweep
+    from galv.api import (
+        build_model,
+        capture,
+        check,
+        estimate,
+        explain,
+        graph,
+        parallelize,
+        pareto,
+        plan,
+        plans,
+        sweep,
+    )
     from galv.errors import (
         ClusterError,
+        Diverged,
         GalvError,
         ModelError,
         NoFeasiblePlan,
@@ -30,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointFolder",
     "ClusterError",
+    "Diverged",
     "GalvError",
     "ModelError",
     "NoFeasiblePlan",
@@ -44,18 +58,34 @@ __all__ = [
     "capture",
     "check",
     "estimate",
+    "explain",
     "graph",
     "open_weights",
     "parallelize",
+    "pareto",
     "plan",
+    "plans",
     "save_weights",
     "sweep",
 ]
 
 _HOMES = {
-    "galv.api": ("build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"),
+    "galv.api": (
+        "build_model",
+        "capture",
+        "check",
+        "estimate",
+        "explain",
+        "graph",
+        "parallelize",
+        "pareto",
+        "plan",
+        "plans",
+        "sweep",
+    ),
     "galv.errors": (
         "ClusterError",
+        "Diverged",
         "GalvError",
         "ModelError",
         "NoFeasiblePlan",

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from numbers import Real
-from operator import index
-from typing import TYPE_CHECKING, Any, Literal, get_args
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal
 
+from galv.arguments import (
+    PlanOptions,
+    check_name,
+    check_patterns,
+    cluster_profile,
+    constraints_of,
+    offload_of,
+    seconds_limit,
+    training_request,
+    whole_number,
+)
 from galv.errors import ModelError, NoFeasiblePlan, UnknownName, UsageError
 from galv.planner.graph import ModelGraph
 from galv.planner.plan import (
     MAX_GLOBAL_BATCH,
     MAX_SEQ_LEN,
-    Offload,
     OptimizerName,
     Plan,
     Precision,
@@ -28,20 +35,25 @@ from galv.planner.plan import (
 from galv.planner.reporter import Reporter
 from galv.profiles.cluster import ClusterProfile, load_cluster
 from galv.profiles.stack import StackProfile, load_stack
+from galv.tracing import captured, pricer_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
-    from galv.cost_models.unit import FactsPricer
+    from galv.planner.ask import Question
     from galv.planner.capture.report import GraphReport
-    from galv.planner.capture.source import ModelSource
+    from galv.planner.front import Front
+    from galv.planner.planner import Objective
     from galv.planner.space import Request
     from galv.planner.sweep import Sweep
+    from galv.planner.why import Why
     from galv.runtime.check_report import Check
     from galv.runtime.materialize import Weights
     from galv.runtime.module import ParallelModule
 
-GIB = 2**30
+MAX_ANSWERS = 100
+"""Plans of one answer."""
 
 
 def plan(
@@ -53,7 +65,11 @@ def plan(
     seq_len: int | None = None,
     precision: Precision | None = None,
     optimizer: OptimizerName = "adamw",
-    memory: float | None = None,
+    memory: float | str | None = None,
+    require: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    objective: Objective = "throughput",
+    time_limit: float | None = None,
     units: Sequence[str] | None = None,
     opaque: Sequence[str] = (),
     reporter: Reporter | None = None,
@@ -64,32 +80,91 @@ def plan(
     memory) or a function that builds one. `example_inputs`: tensors by keyword, a tuple, one tensor, or a function of
     the number of samples that returns such; `package.module:function` as text; not needed for language models from
     Hugging Face configs, which take `seq_len` tokens a sample. `global_batch`: samples of one optimizer step over all
-    devices. `precision`: None takes bf16 on a GPU that has it, else fp32. `memory`: GiB that one device may hold,
-    all of it when None. `units`: patterns of module names that are to be units, in place of what structure shows.
-    `opaque`: patterns of modules that are not traced, each one unit held whole. `reporter` hears of the progress.
+    devices. `precision`: None takes bf16 on a GPU that has it, else fp32. `memory`: GiB that one device may hold, or a
+    share of what it has ("90%"), all of it when None. `units`: patterns of module names that are to be units, in place
+    of what structure shows. `opaque`: patterns of modules that are not traced, each one unit held whole. `reporter`
+    hears of the progress.
+
+    `require` and `forbid`: demands such as `tp=8`, `pp<=4`, `offload` or `model.layers.0-9:recompute=full`, met by the
+    plan or refused (`galv.planner.constraints`). `objective`: the fastest step, the least memory (the fastest plan that
+    needs it), or the fewest device-hours a sample, for which parts of the cluster count too: the plan's cluster is then
+    what it uses. `time_limit`: seconds of search after which the best plan so far is taken, with its gap.
 
     Raises UsageError and its kin for requests that cannot be meant, NoFeasiblePlan when nothing fits.
     """
-    from galv.planner.assemble import assemble
-    from galv.planner.habits import alternatives
-    from galv.planner.planner import best_plan
-    from galv.planner.space import candidates
+    return plans(
+        model,
+        example_inputs,
+        top=1,
+        cluster=cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        memory=memory,
+        require=require,
+        forbid=forbid,
+        objective=objective,
+        time_limit=time_limit,
+        units=units,
+        opaque=opaque,
+        reporter=reporter,
+    )[0]
 
-    reporter = reporter or Reporter()
-    profile = _cluster(cluster)
-    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
-    source, shared = _captured(model, example_inputs, profile, request, reporter, units, opaque)
-    found = candidates(shared.graph, profile, request)
-    answer = best_plan(shared, found, request.budget_bytes, reporter=reporter)
-    return assemble(
-        answer.priced,
-        answer.solution,
-        request,
-        source=source.source,
-        inputs_source=source.inputs_source,
-        alternatives=alternatives(shared, request),
-        search=answer.report,
-    )
+
+def plans(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    top: int,
+    **options: Unpack[PlanOptions],
+) -> tuple[Plan, ...]:
+    """The `top` best plans of different layouts, best first; fewer where there are no more. Options as for `plan`."""
+    from galv.planner.ask import best_plans
+
+    number = whole_number("top", top, most=MAX_ANSWERS)
+    return best_plans(_question(model, example_inputs, **options), number, options.get("reporter") or Reporter())
+
+
+def pareto(
+    model: str | nn.Module | Callable[[], nn.Module],
+    example_inputs: Any = None,
+    *,
+    points: int = 8,
+    **options: Unpack[PlanOptions],
+) -> Front:
+    """Step time against memory: the fastest plans under up to `points` budgets, from the smallest budget that does to
+    `memory`. Options as for `plan`."""
+    from galv.planner.ask import front
+
+    number = whole_number("points", points, least=2, most=MAX_ANSWERS)
+    return front(_question(model, example_inputs, **options), number, options.get("reporter") or Reporter())
+
+
+def explain(
+    plan: Plan,
+    unit: str,
+    *,
+    model: str | nn.Module | Callable[[], nn.Module] | None = None,
+    example_inputs: Any = None,
+) -> Why:
+    """Why `unit` of `plan` has its strategy: what binds, the runner-up, and what switching to it would cost.
+
+    The plan's model is traced and priced again; `model` and `example_inputs` are needed where the plan was made from an
+    object. Raises UsageError for a unit that the plan does not have, ModelError for a model that is not the plan's.
+    """
+    from galv.cost_models.unit import FactsPricer
+    from galv.planner.capture.of_plan import graph_of, source_of
+    from galv.planner.clusters import of_shape
+    from galv.planner.why import why
+
+    if plan.training.stack != "galv":
+        raise UsageError(f"this plan prices how {plan.training.stack} would run; only plans of galv's own are searched")
+    if model is None and plan.model.source is None:
+        raise ModelError("this plan was made from a model object; say which: galv.explain(plan, unit, model=...)")
+    cluster = of_shape(load_cluster(plan.cluster.spec), plan.cluster.devices_per_node, plan.cluster.num_nodes)
+    graph = graph_of(plan, source_of(plan, model, example_inputs))
+    return why(plan, FactsPricer(graph, cluster), unit)
 
 
 def sweep(
@@ -107,8 +182,10 @@ def sweep(
     """The best plan for every combination of `clusters`, `seq_lens` and `global_batches`, side by side.
 
     Clusters may hold lists in braces, such as `h100-sxm-80:8x{1,2,4}`. Where nothing fits or divides, the point says
-    why. Other arguments as for `plan`. Raises UsageError for what cannot be meant at any point.
+    why. The model is traced once for each sequence length. Other arguments as for `plan`. Raises UsageError for what
+    cannot be meant at any point.
     """
+    from galv.planner.ask import Question, answered
     from galv.planner.sweep import Sweep, SweepPoint, expanded
 
     reporter = reporter or Reporter()
@@ -120,20 +197,17 @@ def sweep(
         )
     lengths: Sequence[int | None] = seq_lens or [None]
     wanted = list(product(lengths, global_batches, profiles))
+    traced: dict[tuple[int | None, Precision, str], ModelGraph] = {}
     points, name = [], ""
     for done, (seq_len, global_batch, profile) in enumerate(wanted):
         reporter.phase(f"{profile.spec}, batch {global_batch}" + (f", sequence {seq_len}" if seq_len else ""))
         reporter.progress(done, len(wanted))
         try:
-            found = plan(
-                model,
-                example_inputs,
-                cluster=profile,
-                global_batch=global_batch,
-                seq_len=seq_len,
-                precision=precision,
-                optimizer=optimizer,
-            )
+            request = training_request(profile, global_batch, seq_len, precision, optimizer, None)
+            key = seq_len, request.precision, profile.device.kind
+            if key not in traced:
+                traced[key] = captured(model, example_inputs, profile, request, Reporter(), None, ())[1].graph
+            (found,) = answered(Question(pricer_of(traced[key], profile), request))
         except (NoFeasiblePlan, UsageError) as error:
             if isinstance(error, (ModelError, UnknownName)):
                 raise
@@ -179,7 +253,7 @@ def estimate(
     schedule: ScheduleName | None = None,
     precision: Precision | None = None,
     optimizer: OptimizerName = "adamw",
-    memory: float | None = None,
+    memory: float | str | None = None,
     units: Sequence[str] | None = None,
     opaque: Sequence[str] = (),
     stack: str | StackProfile | None = None,
@@ -210,33 +284,33 @@ def estimate(
     from galv.planner.by_hand import Layout, priced_by_hand
     from galv.planner.by_stack import StackExtras, priced_by_stack
 
-    profile = _cluster(cluster)
-    request = _request(profile, global_batch, seq_len, precision, optimizer, memory)
-    _check_name("recompute level", recompute, Recompute)
-    _check_name("schedule", schedule or "none", ScheduleName)
-    _check_name("sequence mode", sequence or "none", SequenceMode)
+    profile = cluster_profile(cluster)
+    request = training_request(profile, global_batch, seq_len, precision, optimizer, memory)
+    check_name("recompute level", recompute, Recompute)
+    check_name("schedule", schedule or "none", ScheduleName)
+    check_name("sequence mode", sequence or "none", SequenceMode)
     degrees = {"tp": tp, "pp": pp, "micro_batch": micro_batch, "cp": cp, "ep": ep, "virtual_stages": virtual_stages}
     optional = {"dp_shard": dp_shard, "dp_replicate": dp_replicate}
     layout = Layout(
-        zero=_whole("zero", zero, least=0),
+        zero=whole_number("zero", zero, least=0),
         sequence=sequence,
         recompute=recompute,
         schedule=schedule,
-        offload=_offload(offload),
-        **{name: _whole(name, value) for name, value in degrees.items()},
-        **{name: _whole(name, value) for name, value in optional.items() if value is not None},
+        offload=offload_of(offload),
+        **{name: whole_number(name, value) for name, value in degrees.items()},
+        **{name: whole_number(name, value) for name, value in optional.items() if value is not None},
     )
     if stack is not None:
         extras = StackExtras(virtual_stages=virtual_stages, context=cp, fused_attention=attention == "fused")
         known = load_stack(stack) if isinstance(stack, str) else stack
-        captured = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
-        return priced_by_stack(captured, profile, known, layout, extras, request)
+        traced = model if isinstance(model, ModelGraph) else _graph(model, example_inputs, profile, request)
+        return priced_by_stack(traced, profile, known, layout, extras, request)
     if attention != "fused":
         raise UsageError("unfused attention is priced for a stack only; galv runs what the model calls")
     layout.check(profile, request)
     if isinstance(model, ModelGraph):
-        return priced_by_hand(_pricer(model, profile), layout, request, source=None, inputs_source=None)
-    source, shared = _captured(model, example_inputs, profile, request, Reporter(), units, opaque)
+        return priced_by_hand(pricer_of(model, profile), layout, request, source=None, inputs_source=None)
+    source, shared = captured(model, example_inputs, profile, request, Reporter(), units, opaque)
     return priced_by_hand(shared, layout, request, source=source.source, inputs_source=source.inputs_source)
 
 
@@ -259,11 +333,11 @@ def graph(
     from galv.planner.capture.report import report
     from galv.planner.capture.source import resolve_model
 
-    micro_batch = _whole("micro_batch", micro_batch, most=MAX_GLOBAL_BATCH)
-    seq_len = None if seq_len is None else _whole("seq_len", seq_len, most=MAX_SEQ_LEN)
-    _check_name("precision", precision, Precision)
-    _patterns("units", units or ())
-    _patterns("opaque", opaque)
+    micro_batch = whole_number("micro_batch", micro_batch, most=MAX_GLOBAL_BATCH)
+    seq_len = None if seq_len is None else whole_number("seq_len", seq_len, most=MAX_SEQ_LEN)
+    check_name("precision", precision, Precision)
+    check_patterns("units", units or ())
+    check_patterns("opaque", opaque)
     source = resolve_model(model, example_inputs, seq_len=seq_len)
     found = capture(source, precision=precision, units=units, opaque=opaque)
     return report(found, micro_batch=micro_batch, seq_len=source.seq_len, precision=precision)
@@ -337,7 +411,7 @@ def check(
     source = source_of(plan, model, example_inputs)
     per_stage = plan.num_devices // plan.pipeline.degree
     fullest = max(range(plan.pipeline.degree), key=lambda stage: plan.estimate.peak_bytes[stage])
-    chosen = fullest * per_stage if rank is None else _whole("rank", rank, least=0)
+    chosen = fullest * per_stage if rank is None else whole_number("rank", rank, least=0)
     runs = [
         dry_run(
             source.build,
@@ -366,82 +440,44 @@ def build_model(plan: Plan) -> nn.Module:
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _cluster(cluster: str | ClusterProfile) -> ClusterProfile:
-    if isinstance(cluster, ClusterProfile):
-        return cluster
-    if not isinstance(cluster, str):
-        raise UsageError(f"cluster must be text such as 'h100-sxm-80:8x4' or a ClusterProfile, not {cluster!r}")
-    return load_cluster(cluster)
-
-
-def _check_name(kind: str, name: str, valid: Any) -> None:
-    if not isinstance(name, str):
-        raise UsageError(f"the {kind} must be one of {', '.join(get_args(valid))}, not {name!r}")
-    if name not in get_args(valid):
-        raise UnknownName(kind, name, get_args(valid))
-
-
-def _whole(argument: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """`value` as an int, also when it is one of numpy's. Raises UsageError naming the argument."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise UsageError(f"{argument} must be a whole number, not {value!r}")
-    if number < least:
-        raise UsageError(f"{argument} must be at least {least}, not {number}")
-    if most is not None and number > most:
-        raise UsageError(f"{argument} can be at most {most}, not {number}")
-    return number
-
-
-def _request(
-    cluster: ClusterProfile,
+def _question(
+    model: Any,
+    example_inputs: Any,
+    *,
+    cluster: str | ClusterProfile,
     global_batch: int,
-    seq_len: int | None,
-    precision: Precision | None,
-    optimizer: OptimizerName,
-    memory: float | None,
-) -> Request:
-    """The training request, checked against the device."""
-    from galv.planner.space import Request
+    seq_len: int | None = None,
+    precision: Precision | None = None,
+    optimizer: OptimizerName = "adamw",
+    memory: float | str | None = None,
+    require: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    objective: Objective = "throughput",
+    time_limit: float | None = None,
+    units: Sequence[str] | None = None,
+    opaque: Sequence[str] = (),
+    reporter: Reporter | None = None,
+) -> Question:
+    """What `plan` is asked, its arguments read and its model traced."""
+    from galv.planner.ask import Question
+    from galv.planner.planner import Objective
+    from galv.planner.tables import Limits
 
-    global_batch = _whole("global_batch", global_batch, most=MAX_GLOBAL_BATCH)
-    seq_len = None if seq_len is None else _whole("seq_len", seq_len, most=MAX_SEQ_LEN)
-    _check_name("optimizer", optimizer, OptimizerName)
-    _check_name("precision", precision or "bf16", Precision)
-    device = cluster.device
-    chosen: Precision = precision or ("bf16" if device.kind == "cuda" and "bf16" in device.dtypes else "fp32")
-    device.peak(chosen)
-    most = device.memory_bytes / GIB
-    if memory is not None and not _is_number(memory):
-        raise UsageError(f"memory must be a number of GiB, not {memory!r}")
-    if memory is not None and not 0 < memory <= most * (1 + 1e-9):
-        raise UsageError(f"memory is per device, in GiB: {device.name} has {most:.1f}, {memory:g} was asked for")
-    budget = device.memory_bytes if memory is None else round(memory * GIB)
-    return Request(
-        global_batch=global_batch, seq_len=seq_len, precision=chosen, optimizer=optimizer, budget_bytes=budget
+    profile = cluster_profile(cluster)
+    request = training_request(profile, global_batch, seq_len, precision, optimizer, memory)
+    check_name("objective", objective, Objective)
+    limits = Limits(constraints=constraints_of(require, forbid))
+    seconds = seconds_limit(time_limit)
+    source, shared = captured(model, example_inputs, profile, request, reporter or Reporter(), units, opaque)
+    return Question(
+        shared,
+        request,
+        source=source.source,
+        inputs_source=source.inputs_source,
+        limits=limits,
+        objective=objective,
+        time_limit_seconds=seconds,
     )
-
-
-def _patterns(argument: str, value: Any) -> None:
-    """Nothing for a collection of texts. Raises UsageError for one text, which would be read letter by letter."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
-        raise UsageError(f"{argument} must be a list of patterns such as ['encoder.stages.*'], not {value!r}")
-
-
-def _offload(value: Sequence[str]) -> tuple[Offload, ...]:
-    """What is offloaded, sorted. Raises UsageError for a single text, UnknownName for what cannot be."""
-    if isinstance(value, str):
-        raise UsageError(f"offload must be a list such as ['activations'], not {value!r}")
-    for what in value:
-        _check_name("offload", what, Offload)
-    return tuple(what for what in get_args(Offload) if what in value)  # in the order of the alphabet
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Request) -> ModelGraph:
@@ -454,45 +490,6 @@ def _graph(model: Any, example_inputs: Any, cluster: ClusterProfile, request: Re
     )
 
 
-_PRICERS: WeakKeyDictionary[Any, dict[ClusterProfile, FactsPricer]] = WeakKeyDictionary()
-
-
-def _pricer(graph: ModelGraph, cluster: ClusterProfile) -> FactsPricer:
-    """What is already priced of `graph` on `cluster`, for as long as the graph lives."""
-    from galv.cost_models.unit import FactsPricer
-
-    known = _PRICERS.setdefault(graph.source, {})
-    if cluster not in known:
-        known[cluster] = FactsPricer(graph, cluster)
-    return known[cluster]
-
-
-def _captured(
-    model: str | nn.Module | Callable[[], nn.Module],
-    example_inputs: Any,
-    cluster: ClusterProfile,
-    request: Request,
-    reporter: Reporter,
-    units: Sequence[str] | None,
-    opaque: Sequence[str],
-) -> tuple[ModelSource, FactsPricer]:
-    """The traced model, ready to be priced on `cluster`."""
-    reporter.phase("tracing the model")
-    _patterns("units", units or ())
-    _patterns("opaque", opaque)
-    from galv.cost_models.unit import FactsPricer
-    from galv.planner.capture import capture
-    from galv.planner.capture.source import resolve_model
-
-    source = resolve_model(model, example_inputs, seq_len=request.seq_len)
-    graph = capture(source, precision=request.precision, device_kind=cluster.device.kind, units=units, opaque=opaque)
-    beside = [name for unit in graph.units for name in unit.parameters]
-    if beside:
-        raise ModelError(
-            f"{', '.join(beside)} cannot be sharded: a parameter must lie in a module that one unit holds, and these "
-            "lie directly in a module around several units; put them, and their use, into a module of their own"
-        )
-    return source, FactsPricer(graph, cluster)
-
-
-__all__ = ["build_model", "capture", "check", "estimate", "graph", "parallelize", "plan", "sweep"]
+__all__ = [
+    "build_model", "capture", "check", "estimate", "explain", "graph", "parallelize", "pareto", "plan", "plans", "sweep"
+]  # fmt: skip

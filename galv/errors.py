@@ -7,7 +7,8 @@
     │   ├── ClusterError                  a cluster or profile that cannot be read or is inconsistent
     │   └── PlanFileError                 a plan file that is cut short, malformed or of another version
     ├── NoFeasiblePlan                    nothing in the space fits; carries the smallest budget that would
-    └── RunError                          a training run that failed on purpose: wrong world size, NaN loss
+    └── RunError                          a training run that failed on purpose: wrong world size, full disk
+        └── Diverged                      a loss, or a norm of gradients, that is not a number
 
 The command line prints the message of a `GalvError` and exits with status 2; anything else is a fault of galv's.
 Messages name what was given, what was needed and what would work.
@@ -57,9 +58,13 @@ class NoFeasiblePlan(GalvError):
     """
 
     def __init__(self, message: str, *, smallest_budget_bytes: int | None, causes: tuple[str, ...] = ()) -> None:
-        self.smallest_budget_bytes, self.causes = smallest_budget_bytes, causes
+        self.message, self.smallest_budget_bytes, self.causes = message, smallest_budget_bytes, causes
         super().__init__("\n  ".join((message, *causes)))
 
 
 class RunError(GalvError):
-    """A training run that cannot start or go on: wrong world size, a loss that is not a number, a lost rank."""
+    """A training run that cannot start or go on: wrong world size, a full disk, a loss that is not a number."""
+
+
+class Diverged(RunError):
+    """A loss, or a norm of gradients, that is not a number: training on would only spoil the weights."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -28,8 +28,8 @@ from galv.planner.assemble import plan_of
 from galv.planner.capture import capture, huggingface
 from galv.planner.capture.source import ModelSource, resolve_model
 from galv.planner.graph import UnitRef
-from galv.planner.plan import Pipeline, Plan, ScheduleName, Strategy
-from galv.planner.space import Candidate, Features, Request, outer_of, pipeline_degrees, recompute_levels, rows
+from galv.planner.plan import Offload, Pipeline, Plan, ScheduleName, Strategy
+from galv.planner.space import EVERYTHING, Candidate, Request, outer_of, pipeline_degrees, recompute_levels, rows
 from galv.profiles.cluster import load_cluster
 from galv.runtime.loss import loss_of
 from tests import families
@@ -42,9 +42,6 @@ MAX_NORM = 0.5
 """Below the models' gradient norms, so that clipping is at work."""
 ROUNDING = 2e-6
 """Absolute tolerance."""
-SPACE = Features(
-    mixed_degrees=True, ulysses=True, ring=True, hybrid=True, experts=True, interleaved=True, zero_bubble=True
-)
 NO_DROPOUT = dict.fromkeys(
     ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"),
     0.0,
@@ -192,7 +189,7 @@ def _drawn(family: str, world: int, draw: random.Random) -> Plan | str:
     samples = 1 if one else draw.choice([1, 2, num_devices, num_devices, 2 * num_devices])
     request = Request(samples * num_microbatches, FAMILIES[family].seq_len, "fp32", "sgd", 2**33)
     outer = outer_of(request, pp, num_microbatches, schedule, chunks)
-    candidate = Candidate(outer, num_devices, None, SPACE)
+    candidate = Candidate(outer, num_devices, None, EVERYTHING)
     possible = {name: rows(shared, candidate, name) for name in shared.graph.classes}
     if not all(possible.values()):
         return "a unit has no strategy for such microbatches on so many devices"
@@ -234,6 +231,9 @@ def _with_strategies(
 
 
 def _row(own: list[Row], draw: random.Random) -> Row:
+    """Any of them, degrees first; most leave everything on the device."""
+    if draw.random() < 0.7:
+        own = [row for row in own if not row.offload]
     degrees = draw.choice(list(dict.fromkeys(row.degrees for row in own)))
     return draw.choice([row for row in own if row.degrees == degrees])
 
@@ -276,6 +276,7 @@ def features_of(plan: Plan) -> list[str]:
         "tied across stages": pipeline.degree > 1 and bool(plan.model.tied),
     }
     has |= {f"zero {level}": any(own.zero == level and own.dp * own.cp > 1 for own in strategies) for level in range(4)}
+    has |= {f"{what} offloaded": any(what in own.offload for own in strategies) for what in get_args(Offload)}
     levels = ("selective", "full")
     has |= {f"{level} recompute": any(own.recompute == level for own in strategies) for level in levels}
     return [name for name, is_there in has.items() if is_there]

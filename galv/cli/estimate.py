@@ -109,7 +109,7 @@ def estimate(
         schedule=schedule,
         precision=precision,
         optimizer=optimizer,
-        memory=memory,
+        memory=options.memory(memory),
         units=units,
         opaque=opaque or (),
     )

@@ -213,7 +213,8 @@ def slurm_script(plan: Plan, words: Sequence[str]) -> str:
             f"#SBATCH --ntasks-per-node={cluster.devices_per_node}",
             *gpus,
             "",
-            f"srun galv run {shlex.join(words)}",
+            # Slurm else lets the others wait for a rank that is gone.
+            f"srun --kill-on-bad-exit=1 galv run {shlex.join(words)}",
             "",
         ]
     )
@@ -232,8 +233,9 @@ def start_ranks(task: Task, ranks: Ranks, *, on_gpus: bool) -> int:
     try:
         run(parse_args(torchrun_words(task, ranks)))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _status(rank, failure.exitcode, quiet=task.is_module)
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        rank = culprit(exit_codes, error.get_first_failure()[0], speaks=task.is_module)
+        return _status(rank, exit_codes[rank], quiet=task.is_module)
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:
@@ -258,11 +260,24 @@ def check_devices(num_ranks: int, *, on_gpus: bool) -> None:
         )
 
 
+def culprit(exit_codes: Mapping[int, int], first: int, *, speaks: bool) -> int:
+    """The rank to name, by the statuses of all that failed; `first` is the one that was seen first.
+
+    A rank that has said what is wrong (status 2, where ranks speak) counts most, for the launcher then ends the others;
+    then one that was stopped, for the others then fail as they lose it.
+    """
+    spoke = [rank for rank, code in exit_codes.items() if speaks and code == 2]
+    stopped = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
+    likely = spoke or stopped
+    return first if first in likely or not likely else min(likely)
+
+
 def _status(rank: int, exit_code: int, *, quiet: bool) -> int:
     """The status to leave with after `rank` failed; says why, unless the rank has said it itself (status 2)."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        print(f"galv: rank {rank} was stopped by {name}", file=sys.stderr)
+        hint = ", as the system does when memory runs out" if -exit_code == signal.SIGKILL else ""
+        print(f"galv: rank {rank} was stopped by {name}{hint}", file=sys.stderr)
         return 128 - exit_code
     if not (quiet and exit_code == 2):
         print(f"galv: rank {rank} failed with exit status {exit_code}; its message stands above", file=sys.stderr)

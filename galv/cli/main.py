@@ -1,7 +1,8 @@
 """The `galv` command: which subcommands there are, and how it exits.
 
-Exit status: 0 done, 2 a request that cannot be answered (one message on standard error), 130 interrupted; `galv run`
-passes on the status of the rank that failed first. Anything else is a fault of galv's and shows its traceback.
+Exit status: 0 done, 2 a request that cannot be answered or a training run that failed (one message on standard error),
+130 interrupted; `galv run` passes on the status of the rank that failed first, 128 + N when signal N stopped it.
+Anything else is a fault of galv's and shows its traceback.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Annotated
 import typer
 
 from galv import __version__
+from galv.cli.calibrate import calibrate
 from galv.cli.check import check
+from galv.cli.devices import devices
 from galv.cli.diff import diff
 from galv.cli.estimate import estimate
 from galv.cli.graph import graph
 from galv.cli.plan import plan
+from galv.cli.profile import profile
 from galv.cli.run import RunCommand, run
 from galv.cli.show import show
 from galv.cli.sweep import sweep
@@ -38,6 +42,9 @@ app.command()(show)
 app.command()(check)
 app.command()(diff)
 app.command()(sweep)
+app.command()(profile)
+app.command()(calibrate)
+app.command()(devices)
 app.command(cls=RunCommand)(run)
 
 

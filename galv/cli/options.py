@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from galv.errors import UsageError
+
 # The words of galv.planner.plan, written again because importing that module doubles the time of `galv --help`.
 Precision = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "sgd"]
@@ -45,8 +47,12 @@ PrecisionName = Annotated[
 ]
 OptimizerName = Annotated[Optimizer, typer.Option("--optimizer")]
 MemoryGib = Annotated[
-    float | None,
-    typer.Option("--memory", metavar="GIB", help="What one device may hold; by default what its profile says."),
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="GIB|PERCENT",
+        help="What one device may hold, such as 72 or 90%; by default what its profile says.",
+    ),
 ]
 Inputs = Annotated[
     str | None,
@@ -77,3 +83,13 @@ Output = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A plan file.", show_default=False)]
+
+
+def memory(text: str | None) -> float | str | None:
+    """What `--memory` says: a number of GiB, or a share as it was written. Raises UsageError for anything else."""
+    if text is None or text.endswith("%"):
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"--memory takes a number of GiB such as 72, or a share such as 90%, not {text!r}") from error

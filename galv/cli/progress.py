@@ -20,12 +20,17 @@ class TerminalReporter(Reporter):
     def __init__(self, display: Progress) -> None:
         self._display = display
         self._task = display.add_task("", total=None)
+        self._phase = ""
 
     def phase(self, name: str) -> None:
+        self._phase = name
         self._display.reset(self._task, description=name, total=None)
 
     def progress(self, done: int, total: int) -> None:
         self._display.update(self._task, completed=done, total=total)
+
+    def standing(self, text: str) -> None:
+        self._display.update(self._task, description=f"{self._phase}: {text}")
 
     def note(self, text: str) -> None:
         self._display.console.print(text, markup=False, highlight=False)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from galv.cli import options
-from galv.cli.files import read_plan
+from galv.cli.failure import left
+from galv.cli.files import check_writable, read_plan
 from galv.cli.launch import (
     Ranks,
     Task,
@@ -27,6 +28,9 @@ from galv.cli.launch import (
     start_ranks,
 )
 from galv.errors import UsageError
+
+if TYPE_CHECKING:
+    from galv.runtime.train_config import TrainConfig
 
 DEFAULT_STEPS = 20
 
@@ -85,6 +89,12 @@ Endpoint = Annotated[
         help="Where the nodes of a plan for several meet; start the same command on each.",
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        "--record", metavar="RUN.JSON", help="Write what the steps took and held to this file, for galv calibrate."
+    ),
+]
 PrintCommand = Annotated[bool, typer.Option("--print-command", help="Print what would be started, and start nothing.")]
 SlurmScript = Annotated[bool, typer.Option("--slurm", help="Print a job script for sbatch, and start nothing.")]
 
@@ -97,6 +107,7 @@ def run(
     nproc: NumProcesses = None,
     seed: Seed = None,
     endpoint: Endpoint = None,
+    record: Record = None,
     print_command: PrintCommand = False,
     slurm: SlurmScript = False,
 ) -> None:
@@ -106,7 +117,9 @@ def run(
     them.
     """
     found = read_plan(plan)
-    own = _options(config, steps, seed)
+    check_writable(record, "the record")
+    training = _read(config)
+    own = _options(config, steps, seed, record)
     task = _task(plan.absolute(), script or [], own)
     ranks = Ranks.of(found, endpoint)
     if nproc is not None:
@@ -119,18 +132,31 @@ def run(
         return
     launcher = launched_by(os.environ)
     if launcher is None:
-        raise typer.Exit(start_ranks(task, ranks, on_gpus=found.cluster.kind == "cuda"))
+        raise typer.Exit(_told(start_ranks(task, ranks, on_gpus=found.cluster.kind == "cuda"), training))
     check_world_size(launcher.world_size, found.num_devices, source=launcher.name, rank=launcher.rank)
     become(task, launcher)
 
 
-def _options(config: Path | None, steps: int | None, seed: int | None) -> list[str]:
-    """What the built-in trainer is told, as words. Raises UsageError for a configuration that cannot be read."""
-    if config is not None:
-        from galv.runtime.train_config import read_train_config
+def _told(status: int, training: TrainConfig | None) -> int:
+    """`status`, after saying what is left of a run whose rank was stopped: it cannot say so itself."""
+    if status > 128 and (said := left(training)):
+        print(f"galv: {said.strip()}", file=sys.stderr)
+    return status
 
-        read_train_config(config)
+
+def _read(config: Path | None) -> TrainConfig | None:
+    """The configuration of the built-in trainer. Raises UsageError for one that cannot be read."""
+    if config is None:
+        return None
+    from galv.runtime.train_config import read_train_config
+
+    return read_train_config(config)
+
+
+def _options(config: Path | None, steps: int | None, seed: int | None, record: Path | None) -> list[str]:
+    """What the built-in trainer is told, as words."""
     given = {"--config": config and config.absolute(), "--steps": steps, "--seed": seed}
+    given |= {"--record": record and record.absolute()}
     return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,15 +24,38 @@ Timeline = Annotated[
         help="Write what each pipeline rank does in a step as a Chrome trace, to be opened in ui.perfetto.dev.",
     ),
 ]
+Explained = Annotated[
+    str | None,
+    typer.Option(
+        "--explain",
+        metavar="UNIT",
+        help="Say why this unit has its strategy: what binds, and what switching would cost.",
+    ),
+]
 
 
-def show(plan: options.PlanFile, as_json: options.AsJson = False, timeline: Timeline = None) -> None:
-    """Print a plan file."""
+def show(
+    plan: options.PlanFile,
+    as_json: options.AsJson = False,
+    timeline: Timeline = None,
+    explain: Explained = None,
+) -> None:
+    """Print a plan file, or say why it is as it is."""
     found = read_plan(plan)
     check_writable(timeline, "the timeline")
-    deliver(found, output=None, as_json=as_json)
+    if explain is None:
+        deliver(found, output=None, as_json=as_json)
+    else:
+        _explain(found, explain, as_json=as_json)
     if timeline is not None:
         _draw(found, timeline)
+
+
+def _explain(plan: Plan, unit: str, *, as_json: bool) -> None:
+    from galv import api
+
+    why = api.explain(plan, unit)
+    sys.stdout.write(json.dumps(why.to_dict(), indent=1) + "\n" if as_json else f"{why}\n")
 
 
 def _draw(plan: Plan, path: Path) -> None:

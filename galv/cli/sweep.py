@@ -57,7 +57,7 @@ def sweep(
     check_writable(csv, "the table")
     check_writable(plot, "the plot")
     from galv import api
-    from galv.cli.sweep_plot import check_can_plot, write_plot
+    from galv.cli.plots import check_can_plot, plot_sweep
 
     if plot is not None:
         check_can_plot()
@@ -76,7 +76,7 @@ def sweep(
     if csv is not None:
         write_text(found.to_csv(), csv, "the table")
     if plot is not None:
-        write_plot(found, plot)
+        plot_sweep(found, plot)
     sys.stdout.write(json.dumps(asdict(found), indent=1) + "\n" if as_json else f"{found}\n")
 
 

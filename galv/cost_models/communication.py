@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, lcm, log2, sqrt
 
+from galv.cost_models.readings import Ratios, place, ratio_at, ratios
 from galv.planner.graph import CollectiveKind
 from galv.profiles.cluster import ClusterProfile
 
@@ -73,7 +74,34 @@ def collective_seconds(kind: CollectiveKind, num_bytes: float, group: Group, clu
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
     link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
+    curve = _curve_seconds(kind, num_bytes, group, cluster)
+    if link.measured is None:
+        return curve
+    return curve * link.measured.scale * ratio_at(_link_ratios(kind, group, cluster), place(num_bytes))
+
+
+def _curve_seconds(kind: CollectiveKind, num_bytes: float, group: Group, cluster: ClusterProfile) -> float:
+    """`collective_seconds` by the links' rates alone."""
+    link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
     return link.base_seconds + _COLLECTIVES[kind](num_bytes, group, cluster)
+
+
+@lru_cache(maxsize=4096)
+def _link_ratios(kind: CollectiveKind, group: Group, cluster: ClusterProfile) -> Ratios:
+    """Readings over curve by size, of the measured groups that are most like `group`; none where none was measured."""
+    link = cluster.intra_node if group.num_nodes == 1 else cluster.inter_node
+    assert link.measured is not None
+    readings = [r for r in link.measured.collectives if r.kind == kind]
+    if not readings:
+        return ()
+
+    def distance(size: int, num_nodes: int) -> float:
+        return abs(log2(size / group.size)) + abs(log2(num_nodes / group.num_nodes))
+
+    size, num_nodes = min({(r.size, r.num_nodes) for r in readings}, key=lambda shape: (distance(*shape), shape))
+    like = Group(size, size // num_nodes, num_nodes)
+    alike = (r for r in readings if (r.size, r.num_nodes) == (size, num_nodes))
+    return ratios([(place(r.num_bytes), r.seconds, _curve_seconds(kind, r.num_bytes, like, cluster)) for r in alike])
 
 
 def p2p_seconds(num_bytes: float, stride: int, cluster: ClusterProfile, *, boundary: int | None = None) -> float:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from galv.planner.graph import Operator, UnitFacts
+from galv.cost_models.readings import Ratios, place, ratio_at, ratios
+from galv.planner.graph import Operator, Phase, UnitFacts
 from galv.planner.plan import OptimizerName, Precision
 from galv.profiles.device import DeviceProfile, short_dtype
+from galv.profiles.readings import AttentionReading, Traffic
 
 _BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -29,7 +31,17 @@ UNSCALE_BYTES_PER_PARAMETER = 8
 
 
 def operator_seconds(operator: Operator, device: DeviceProfile) -> float:
-    """Device seconds of one operator; 0 for a view and for a collective. Host time is not in it, see `unit_seconds`."""
+    """Device seconds of one operator; 0 for a view and for a collective. Host time is not in it, see `unit_seconds`.
+
+    Where the device was measured its readings win, interpolated between shapes and sizes.
+    """
+    if device.measured is None:
+        return curve_seconds(operator, device)
+    return curve_seconds(operator, device) * _measured_ratio(operator, device)
+
+
+def curve_seconds(operator: Operator, device: DeviceProfile) -> float:
+    """`operator_seconds` by the device's rates alone."""
     kind = operator.kind
     if kind in ("view", "collective"):
         return 0.0
@@ -142,10 +154,106 @@ def optimizer_seconds(
     num_parameters: float, optimizer: OptimizerName, precision: Precision, device: DeviceProfile
 ) -> float:
     """Seconds of the update of `num_parameters` on this device: memory-bound, with fp32 state at every precision."""
-    traffic = UPDATE_BYTES_PER_PARAMETER[optimizer] + (UNSCALE_BYTES_PER_PARAMETER if precision == "fp16" else 0)
-    return num_parameters * traffic / device.achieved_bytes_per_second
+    update = _traffic_seconds(optimizer, num_parameters * UPDATE_BYTES_PER_PARAMETER[optimizer], device)
+    unscale = UNSCALE_BYTES_PER_PARAMETER if precision == "fp16" else 0
+    return update + num_parameters * unscale / device.achieved_bytes_per_second
 
 
 def clip_seconds(num_parameters: float, device: DeviceProfile) -> float:
     """Seconds to take the norm of `num_parameters` local fp32 gradients and scale them; collectives are not counted."""
-    return num_parameters * CLIP_BYTES_PER_PARAMETER / device.achieved_bytes_per_second
+    return _traffic_seconds("clip", num_parameters * CLIP_BYTES_PER_PARAMETER, device)
+
+
+# ----------------------------------------------------------------------------------------------- measured devices
+
+
+def _traffic_seconds(kind: Traffic, num_bytes: float, device: DeviceProfile) -> float:
+    """Seconds of work that moves `num_bytes`, by the device's readings of that kind where it has some."""
+    seconds = num_bytes / device.achieved_bytes_per_second
+    if device.measured is None or num_bytes <= 0:
+        return seconds
+    return device.measured.update_scale * seconds * ratio_at(_traffic_ratios(device, kind), place(num_bytes))
+
+
+def _measured_ratio(operator: Operator, device: DeviceProfile) -> float:
+    """Readings over curve for an operator of this shape."""
+    assert device.measured is not None
+    return device.measured.compute_scale * _shape_ratio(
+        operator.kind,
+        operator.phase,
+        short_dtype(operator.dtype),
+        operator.matmul,
+        operator.attention,
+        operator.bytes_read + operator.bytes_written,
+        device,
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _shape_ratio(
+    kind: str,
+    phase: Phase,
+    dtype: str,
+    matmul: tuple[float, ...] | None,
+    attention: tuple[float, float, float, float, float, bool] | None,
+    num_bytes: float,
+    device: DeviceProfile,
+) -> float:
+    if kind == "matmul" and matmul is not None and min(matmul) > 0:
+        return ratio_at(_matmul_ratios(device, dtype), place(*matmul))
+    if kind == "attention" and attention is not None:
+        return ratio_at(_attention_ratios(device, dtype, phase, attention[-1]), place(*attention[:-1]))
+    return ratio_at(_traffic_ratios(device, "elementwise"), place(num_bytes)) if num_bytes > 0 else 1.0
+
+
+@lru_cache
+def _matmul_ratios(device: DeviceProfile, dtype: str) -> Ratios:
+    assert device.measured is not None
+    readings = (r for r in device.measured.matmul if r.dtype == dtype)
+    return ratios(
+        [(place(*r.shape), r.seconds, curve_seconds(product_operator(r.shape, dtype), device)) for r in readings]
+    )
+
+
+def product_operator(shape: tuple[float, float, float, float], dtype: str) -> Operator:
+    """A matrix product of (batch, m, n, k) as an operator."""
+    batch, m, n, k = shape
+    return Operator(
+        name="matmul",
+        kind="matmul",
+        phase="forward",
+        module="",
+        dtype=dtype,
+        flops=2 * batch * m * n * k,
+        bytes_read=_BYTES.get(dtype, 4) * batch * (m * k + k * n),
+        bytes_written=_BYTES.get(dtype, 4) * batch * m * n,
+        matmul=shape,
+    )
+
+
+@lru_cache
+def _attention_ratios(device: DeviceProfile, dtype: str, phase: Phase, causal: bool) -> Ratios:
+    assert device.measured is not None
+    readings = [r for r in device.measured.attention if (r.dtype, r.phase) == (dtype, phase)]
+    alike = [r for r in readings if r.shape[-1] == causal] or readings
+    return ratios([(place(*r.shape[:-1]), r.seconds, curve_seconds(_attention_operator(r), device)) for r in alike])
+
+
+def _attention_operator(reading: AttentionReading) -> Operator:
+    return Operator(
+        name="attention",
+        kind="attention",
+        phase=reading.phase,
+        module="",
+        dtype=reading.dtype,
+        attention=reading.shape,
+    )
+
+
+@lru_cache
+def _traffic_ratios(device: DeviceProfile, kind: Traffic) -> Ratios:
+    assert device.measured is not None
+    launch = device.kernel_seconds if kind == "elementwise" else 0.0
+    rate = device.achieved_bytes_per_second
+    readings = (r for r in device.measured.traffic if r.kind == kind)
+    return ratios([(place(r.num_bytes), r.seconds, launch + r.num_bytes / rate) for r in readings])

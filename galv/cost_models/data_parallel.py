@@ -15,8 +15,8 @@ are shared out have their own, smaller groups of data ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from math import gcd
 
 from galv.cost_models.compute import (
@@ -26,7 +26,7 @@ from galv.cost_models.compute import (
     optimizer_seconds,
 )
 from galv.cost_models.host import host_link_seconds, host_memory_seconds
-from galv.cost_models.memory import FP32_BYTES, ModelStates, gathered_bytes, gradient_window_bytes, model_states
+from galv.cost_models.memory import FP32_BYTES, ModelStates, Passing, gathered_bytes, model_states, passing
 from galv.cost_models.network import Network
 from galv.cost_models.unit import Degrees, Outer, overlap_slowdown
 from galv.planner.graph import CollectiveKind
@@ -62,9 +62,7 @@ class DataCost:
     update_seconds: float
     """Clipping and the optimizer."""
     states: ModelStates
-    gathered_bytes: float
-    """The unit's own parameters, where they are there only for the moment."""
-    reduction_bytes: float
+    passing: Passing
 
 
 def fits_together(degrees: Degrees, sharing: Sharing) -> bool:
@@ -106,8 +104,7 @@ def data_cost(
             gradients_bytes=sum(s.gradients_bytes for s in states),
             optimizer_bytes=sum(s.optimizer_bytes for s in states),
         ),
-        gathered_bytes=sum(part.gathered_bytes() for part in parts) if sharing.zero == 3 else 0.0,
-        reduction_bytes=sum(part.reduction_bytes() for part in parts),
+        passing=reduce(Passing.plus, (part.passing() for part in parts)),
     )
 
 
@@ -214,9 +211,18 @@ class _Part:
     def gathered_bytes(self) -> float:
         return gathered_bytes(self.parameters, self.outer.precision)
 
-    def reduction_bytes(self) -> float:
-        ranks = self.shards * self.replicas
-        return gradient_window_bytes([self.parameters], self.outer.precision, dp=ranks, ddp=self.ddp)
+    def passing(self) -> Passing:
+        """What comes and goes on the device; masters on the host have their gradients there."""
+        found = passing(
+            self.parameters,
+            zero=self.sharing.zero,
+            dp_shard=self.shards,
+            dp_replicate=self.replicas,
+            precision=self.outer.precision,
+            num_microbatches=self.outer.num_microbatches,
+            ddp=self.ddp,
+        )
+        return replace(found, gradients_bytes=0.0) if self._on_host else found
 
     def states(self) -> ModelStates:
         """What of the states is on the device."""

@@ -170,7 +170,19 @@ def estimate_plan(
         breakdown=_mean([stage.time for stage in details]),
         stages=details,
         transfer_seconds=transfer_seconds,
+        uncertainty=_uncertainty(_mean([stage.time for stage in details]), cluster),
     )
+
+
+def _uncertainty(time: TimeBreakdown, cluster: ClusterProfile) -> float:
+    """The spread of the readings behind each part of a step, taken to vary together, as a share of the step.
+
+    A bubble is other stages' work, and varies as work does.
+    """
+    device = 0.0 if cluster.device.measured is None else cluster.device.measured.spread
+    links = [link.measured.spread for link in (cluster.intra_node, cluster.inter_node) if link.measured is not None]
+    sent = time.communication_seconds
+    return (device * (time.total_seconds - sent) + max(links, default=0.0) * sent) / time.total_seconds
 
 
 def _mean(times: Sequence[TimeBreakdown]) -> TimeBreakdown:

@@ -8,8 +8,7 @@ counts of parameters are of one device's tensor-parallel share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from galv.planner.plan import OptimizerName, Precision
@@ -84,30 +83,66 @@ def gathered_bytes(num_parameters: float, precision: Precision) -> int:
     return ceil(num_parameters) * COMPUTE_BYTES[precision]
 
 
-def gather_window_bytes(gathered: Iterable[float]) -> int:
-    """What zero 3 holds in gathered parameters at the peak of backward: one unit computes, the next is on its way.
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What of a unit's parameters and gradients comes and goes on one device, in bytes."""
 
-    `gathered` are the `gathered_bytes` of a stage's zero-3 units. `pre_backward` copies a unit out of its all-gather
-    buffer, frees the buffer and starts the all-gather of the unit before, so two units are there at once. Forward
-    holds up to three copies (`FSDPCommContext.all_gather_state` keeps a unit's buffer until the next is copied
-    out), but before the gradients and with fewer activations.
+    gathered_bytes: float = 0.0
+    """Whole parameters that are there only while the unit runs (zero 3)."""
+    buffer_bytes: float = 0.0
+    """What they are gathered into: forward holds it until the next unit is gathered
+    (`FSDPCommContext.all_gather_state`)."""
+    copy_bytes: float = 0.0
+    """Of `ModelStates.parameters_bytes` the kept copy; the last backward frees it unit by unit."""
+    gradients_bytes: float = 0.0
+    """From the unit's first backward on."""
+    fresh_bytes: float = 0.0
+    """Gradients as a backward makes them, in the compute dtype."""
+    input_bytes: float = 0.0
+    """They, as the reduction takes them, in fp32; held until the unit before has its own
+    (`FSDPCommContext.reduce_scatter_states`, one at most)."""
+    output_bytes: float = 0.0
+    """They, reduced, before they are added to those of earlier microbatches."""
+    accumulates: bool = False
+    """Whether whole gradients are kept from microbatch to microbatch, and reduced at the last one only."""
+
+    def plus(self, other: Passing) -> Passing:
+        """Of this unit's parameters and others of its."""
+        summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.type != "bool"}
+        return replace(self, **summed)
+
+
+def passing(
+    num_parameters: float,
+    *,
+    zero: int,
+    dp_shard: int,
+    dp_replicate: int = 1,
+    precision: Precision,
+    num_microbatches: int = 1,
+    ddp: bool = False,
+) -> Passing:
+    """What comes and goes of a unit with `num_parameters`; arguments as for `model_states`.
+
+    Where fp32 runs on a single device, and under DistributedDataParallel, whose gradients lie in its reduction
+    buckets, nothing does: parameters are used and gradients made where they stay.
     """
-    return ceil(sum(sorted(gathered)[-2:]))
-
-
-def gradient_window_bytes(trainable: Iterable[float], precision: Precision, *, dp: int, ddp: bool = False) -> int:
-    """Gradients in flight at the peak of backward, beyond `ModelStates.gradients_bytes`.
-
-    `trainable` are the trainable parameters of a stage's units. While one unit's gradients form in the compute
-    dtype, the fp32 reduction input of the unit after it is kept until its collective ends
-    (`FSDPCommContext.reduce_scatter_states`, one at most); then the unit's own input takes its place. 0 where fp32
-    runs on a single device, which reduces nothing, and under DistributedDataParallel, whose gradients lie in its
-    reduction buckets.
-    """
-    if ddp or (dp == 1 and precision == "fp32"):
-        return 0
-    largest = max(trainable, default=0)
-    return ceil(largest) * (COMPUTE_BYTES[precision] + FP32_BYTES)
+    whole = gathered_bytes(num_parameters, precision)
+    shard = FP32_BYTES * ceil(num_parameters / dp_shard)
+    accumulates = zero < 2 and num_microbatches > 1
+    kept = FP32_BYTES * ceil(num_parameters) if zero == 0 or accumulates else shard
+    if ddp or (precision == "fp32" and dp_shard * dp_replicate == 1):
+        return Passing(gradients_bytes=kept, output_bytes=kept, accumulates=True)
+    return Passing(
+        gathered_bytes=whole if zero == 3 else 0,
+        buffer_bytes=whole if dp_shard > 1 else 0,
+        copy_bytes=whole if zero < 3 else 0,
+        gradients_bytes=kept,
+        fresh_bytes=whole,
+        input_bytes=FP32_BYTES * ceil(num_parameters),
+        output_bytes=shard,
+        accumulates=accumulates,
+    )
 
 
 # ----------------------------------------------------------------------------------------------- not the model's

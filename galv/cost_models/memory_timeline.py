@@ -7,13 +7,16 @@
     working        only while a unit runs: temporaries of its operators (logits and loss among them), what is computed
                    again, its gathered parameters with those on their way, gradients in the making and being reduced
 
+A unit's backward has three full moments: while it computes, beside what is being reduced of the unit after it; when its
+activations have gone and its gradients are whole; and when its parameters have gone and the gradients are reduced. The
+last backward frees kept copies of parameters unit by unit.
+
 The update adds nothing: galv's runtime runs the fused AdamW, which writes in place, and SGD's multi-tensor kernels
 form no temporary as large as a gradient without weight decay.
 
 A search adds up states, the activations of all microbatches in flight and the largest working bytes instead. That is
-never less than the maximum here. It is equal where the units that work with most bytes stand last in their stage, and
-where gradients are there already when most microbatches are in flight: on one stage, and under 1F1B but for the first
-stage of as many microbatches as stages.
+never less than the maximum here, where units are divided as their neighbours are. It is close where the units that work
+with most bytes stand last in their stage, and gradients are there already when most microbatches are in flight.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from galv.cost_models.makespan import least_microbatches
-from galv.cost_models.unit import UnitCost
+from galv.cost_models.memory import Passing
+from galv.cost_models.unit import UnitCost, WorkingBytes
 from galv.planner.plan import Pipeline
-from galv.schedules import Kind, orders_of
+from galv.schedules import SPLIT, Kind, orders_of
 
 MomentKind = Literal["forward", "backward", "input", "weight", "update"]
 Stages = Sequence[Sequence[UnitCost]]
@@ -48,6 +52,11 @@ class _Moment:
     """Microbatches of which only weight gradients are to be made, the operation's own not counted."""
     formed: tuple[bool, ...]
     """Whether some backward has made gradients."""
+    done: tuple[bool, ...] = ()
+    """Whether the last backward has run, and freed what was kept for the step."""
+    is_first: bool = False
+    """Whether it is the step's first microbatch; so `is_last`."""
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +118,21 @@ _CHANGES: dict[Kind, tuple[int, int, int, int]] = {
 def _moments(pipeline: Pipeline, rank: int, num_microbatches: int) -> Iterator[_Moment]:
     """The operations of a rank in order, and the update."""
     held = pipeline.stages_of_rank(rank)
-    whole, factors, formed = [0] * len(held), [0] * len(held), [False] * len(held)
+    whole, factors, formed, left = [0] * len(held), [0] * len(held), [False] * len(held), [num_microbatches] * len(held)
+    ends = "weight" if pipeline.schedule in SPLIT else "backward"
     for kind, chunk, microbatch in orders_of(pipeline, num_microbatches).ranks[rank]:
         stage = held.index(chunk)
         before = _CHANGES[kind]
         whole[stage], factors[stage] = whole[stage] + before[0], factors[stage] + before[1]
-        yield _Moment(kind, stage, microbatch, tuple(whole), tuple(factors), tuple(formed))
+        done = tuple(n == 0 for n in left)
+        last = microbatch == num_microbatches - 1
+        counts = tuple(whole), tuple(factors), tuple(formed), done
+        yield _Moment(kind, stage, microbatch, *counts, is_first=microbatch == 0, is_last=last)
+        left[stage] -= kind == ends
         whole[stage], factors[stage] = whole[stage] + before[2], factors[stage] + before[3]
         formed[stage] = formed[stage] or kind != "forward"
     none = (0,) * len(held)
-    yield _Moment("update", 0, num_microbatches - 1, none, none, (True,) * len(held))
+    yield _Moment("update", 0, num_microbatches - 1, none, none, (True,) * len(held), (True,) * len(held))
 
 
 @lru_cache(maxsize=4096)
@@ -131,7 +145,8 @@ def _distinct_moments(pipeline: Pipeline, rank: int, num_microbatches: int) -> t
     over = num_microbatches - rounds if gpipe else 0  # that many more are in flight when most are
     fullest: dict[tuple[object, ...], list[_Moment]] = {}
     for moment in _moments(pipeline, rank, rounds):
-        fullest.setdefault((moment.kind, moment.stage, moment.formed), []).append(moment)
+        key = (moment.kind, moment.stage, moment.formed, moment.done, moment.is_first, moment.is_last)
+        fullest.setdefault(key, []).append(moment)
     found = [kept for same in fullest.values() for kept in _fullest(same)]
     return tuple(
         replace(moment, whole=tuple(n + over for n in moment.whole)) if moment.kind != "update" else moment
@@ -154,40 +169,122 @@ def _fullest(moments: Sequence[_Moment]) -> list[_Moment]:
 
 def _points(stages: Stages, moments: Iterable[_Moment]) -> Iterator[MemoryPoint]:
     flat = [cost for stage in stages for cost in stage]
-    starts = list(accumulate((len(stage) for stage in stages), initial=0))
-    parameters = sum(cost.states.parameters_bytes for cost in flat)
     optimizer = sum(cost.states.optimizer_bytes for cost in flat)
-    upto = [list(accumulate(cost.activation_bytes for cost in stage)) for stage in stages]
-    factors = [list(accumulate(cost.factor_bytes for cost in stage)) for stage in stages]
-    formed = [list(accumulate(cost.states.gradients_bytes for cost in reversed(stage)))[::-1] for stage in stages]
+    masters = sum(cost.states.parameters_bytes - _passing(cost).copy_bytes for cost in flat)
+    starts = list(accumulate((len(stage) for stage in stages), initial=0))
+    held = [_Held(stage) for stage in stages]
     for moment in moments:
-        gradients = sum(made[0] for made, is_there in zip(formed, moment.formed, strict=True) if is_there)
-        others = sum(n * held[-1] for n, held in zip(moment.whole, upto, strict=True))
-        others += sum(n * held[-1] for n, held in zip(moment.factors, factors, strict=True))
+        others = sum(n * each.activations[-1] for n, each in zip(moment.whole, held, strict=True))
+        others += sum(n * each.factors[-1] for n, each in zip(moment.factors, held, strict=True))
+        gradients = sum(each.gradients[0] for each, there in zip(held, moment.formed, strict=True) if there)
+        gradients -= sum(each.reduced[0] for each, ended in zip(held, moment.done, strict=True) if ended)
+        copies = sum(each.copies[-1] for each, gone in zip(held, moment.done, strict=True) if not gone)
         if moment.kind == "update":
-            yield MemoryPoint("update", moment.microbatch, None, parameters, gradients, optimizer, 0.0, 0.0)
+            yield MemoryPoint("update", moment.microbatch, None, masters + copies, gradients, optimizer, 0.0, 0.0)
             continue
-        at, kind = moment.stage, moment.kind
-        own, costs = factors[at] if kind == "weight" else upto[at], stages[at]
-        for unit in range(len(costs)) if kind == "forward" else range(len(costs) - 1, -1, -1):
-            forming = formed[at][unit] if kind != "forward" and not moment.formed[at] else 0.0
-            yield MemoryPoint(
-                kind,
-                moment.microbatch,
-                starts[at] + unit,
-                parameters,
-                gradients + forming,
-                optimizer,
-                others + own[unit],
-                _working_bytes(costs[unit], kind),
+        own, forward = held[moment.stage], moment.kind == "forward"
+        for unit in range(len(own.costs)) if forward else range(len(own.costs) - 1, -1, -1):
+            at = [own.forward(unit, moment)] if forward else own.backward(unit, moment)
+            yield max(
+                (
+                    MemoryPoint(
+                        moment.kind,
+                        moment.microbatch,
+                        starts[moment.stage] + unit,
+                        masters + copies + now.copies,
+                        gradients + now.gradients,
+                        optimizer,
+                        others + now.activations,
+                        now.working,
+                    )
+                    for now in at
+                ),
+                key=lambda point: point.total_bytes,
             )
 
 
-def _working_bytes(cost: UnitCost, kind: MomentKind) -> float:
-    """Forward holds up to three copies of gathered parameters, backward two (`memory.gather_window_bytes`)."""
-    parts = cost.working
-    assert parts is not None, "only galv's own runtime is known so well"
-    if kind == "forward":
-        return parts.forward_bytes + 3 * parts.gathered_bytes
-    temporaries = 0.0 if kind == "weight" else parts.backward_bytes
-    return temporaries + 2 * parts.gathered_bytes + parts.reduction_bytes
+class _Now(NamedTuple):
+    """What an operation changes of what is there, in bytes."""
+
+    activations: float
+    working: float
+    gradients: float = 0.0
+    copies: float = 0.0
+
+
+class _Held:
+    """What the units of one stage hold: entry i of a list is for those before unit i, or for those from unit i on."""
+
+    def __init__(self, costs: Sequence[UnitCost]) -> None:
+        self.costs, self.passing = costs, [_passing(cost) for cost in costs]
+        self.activations = list(accumulate((cost.activation_bytes for cost in costs), initial=0.0))
+        self.factors = list(accumulate((cost.factor_bytes for cost in costs), initial=0.0))
+        self.copies = list(accumulate((own.copy_bytes for own in self.passing), initial=0.0))
+        self.gradients = _from_each_on([own.gradients_bytes for own in self.passing])
+        shrinks = (own.gradients_bytes - own.output_bytes if own.accumulates else 0.0 for own in self.passing)
+        self.reduced = _from_each_on(list(shrinks))
+        """By how much gradients that were kept whole shrink when they are reduced in the end."""
+
+    def forward(self, unit: int, moment: _Moment) -> _Now:
+        """Gathered parameters stay in the buffer that they came in until the next unit's come."""
+        working, own = _working(self.costs[unit]), self.passing[unit]
+        window = own.buffer_bytes if moment.is_first or own.gathered_bytes else 0.0
+        window += 0.0 if working.loss_is_apart else own.gathered_bytes
+        return _Now(self.activations[unit + 1], working.forward_bytes + window)
+
+    def backward(self, unit: int, moment: _Moment) -> list[_Now]:
+        """While the unit computes; when its gradients are whole; and when they are reduced."""
+        working, own = _working(self.costs[unit]), self.passing[unit]
+        ends = moment.is_last and moment.kind != "input"
+        first = not moment.formed[moment.stage]
+        before = self.passing[unit - 1].gathered_bytes if unit else 0.0
+        kept = self.factors if moment.kind == "weight" else self.activations
+        computed = _Now(
+            kept[unit + 1],
+            0.0 if moment.kind == "weight" else working.backward_bytes,
+            (self.gradients[unit + 1] if first else 0.0) - (self.reduced[unit + 1] if ends else 0.0),
+            self.copies[unit + 1] - self.copies[-1] if ends else 0.0,
+        )
+        window = own.gathered_bytes + before + self._being_reduced(unit + 1, moment)
+        beside = 0.0 if working.loss_is_apart else window
+        running = computed._replace(working=computed.working + beside)
+        if moment.kind == "input":
+            return [running]
+        return [
+            running,
+            computed._replace(activations=kept[unit], working=window + own.fresh_bytes),
+            computed._replace(
+                activations=kept[unit],
+                working=before + _made_bytes(own, ends),
+                gradients=computed.gradients + (own.gradients_bytes if first and own.accumulates else 0.0),
+                copies=self.copies[unit] - self.copies[-1] if ends else 0.0,
+            ),
+        ]
+
+    def _being_reduced(self, unit: int, moment: _Moment) -> float:
+        """What the reduction of a unit, whose backward has just run, still holds."""
+        if unit == len(self.passing) or moment.kind == "input":
+            return 0.0
+        own = self.passing[unit]
+        return own.input_bytes if moment.is_last or not own.accumulates else 0.0
+
+
+def _from_each_on(values: Sequence[float]) -> list[float]:
+    """The sums of the values from each place on, and 0 behind the last."""
+    return list(accumulate(reversed(values), initial=0.0))[::-1]
+
+
+def _made_bytes(own: Passing, ends: bool) -> float:
+    """What gradients that a backward has just made take, beside those that are kept."""
+    if own.accumulates:
+        return max(own.fresh_bytes, own.input_bytes) if ends else own.fresh_bytes
+    return own.fresh_bytes + own.input_bytes + own.output_bytes
+
+
+def _working(cost: UnitCost) -> WorkingBytes:
+    assert cost.working is not None, "only galv's own runtime is known so well"
+    return cost.working
+
+
+def _passing(cost: UnitCost) -> Passing:
+    return _working(cost).passing

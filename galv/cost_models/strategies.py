@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from galv.cost_models.data_parallel import DataCost, Sharing, data_cost
 from galv.cost_models.host import host_link_seconds
+from galv.cost_models.memory import FP32_BYTES, Passing, passing
 from galv.cost_models.unit import Degrees, FactsPricer, Outer, PricedFacts, UnitCost, WorkingBytes, exposed_array
 from galv.cost_models.weight_gradients import factor_bytes
 from galv.planner.plan import Offload, Recompute, Strategy
@@ -74,6 +76,8 @@ class ClassCosts:
     """Of each row."""
     priced: tuple[PricedFacts, ...]
     """Of each row."""
+    loss_is_apart: bool
+    """See `WorkingBytes`."""
 
     def strategy(self, row: int, recompute: int) -> Strategy:
         return strategy_of(self.rows[row], self.recomputes[recompute])
@@ -103,8 +107,8 @@ class ClassCosts:
             working=WorkingBytes(
                 forward_bytes=priced.forward_working_bytes(level) + _in_transit(self.rows[row], priced, level),
                 backward_bytes=priced.backward_working_bytes(level) + _in_transit(self.rows[row], priced, level),
-                gathered_bytes=data.gathered_bytes,
-                reduction_bytes=data.reduction_bytes,
+                passing=data.passing,
+                loss_is_apart=self.loss_is_apart,
             ),
         )
 
@@ -128,9 +132,10 @@ def class_costs(
     data = tuple(_data_cost(shared, unit_class, outer, row, tied_copy, ddp) for row in rows)
     alone = shared.graph.units[0].unit_class == unit_class and len(shared.graph.units) > 1
     times = _Times(shared, rows, recomputes, priced, data, alone)
-    return ClassCosts(
-        tuple(rows), tuple(recomputes), times.figures() | _byte_figures(rows, recomputes, priced, data), data, priced
-    )
+    apart = _loss_is_apart(shared, unit_class)
+    beside = [_neighbours(shared, unit_class, row, outer) for row in rows]
+    figures = times.figures() | _byte_figures(rows, recomputes, priced, data, beside, apart)
+    return ClassCosts(tuple(rows), tuple(recomputes), figures, data, priced, apart)
 
 
 def _microbatch(outer: Outer, row: Row) -> int:
@@ -225,28 +230,72 @@ def _copied_seconds(shared: FactsPricer, row: Row, priced: PricedFacts, recomput
 # ----------------------------------------------------------------------------------------------- bytes
 
 
-def _byte_figures(
-    rows: Sequence[Row], recomputes: Sequence[Recompute], priced: Sequence[PricedFacts], data: Sequence[DataCost]
-) -> dict[str, np.ndarray]:
-    """States, activations and working bytes.
+def _loss_is_apart(shared: FactsPricer, unit_class: str) -> bool:
+    last = shared.graph.units[-1]
+    return last.unit_class == unit_class and shared.graph.counts[unit_class] == 1
 
-    Working: in forward up to three gathered copies of parameters are there (`memory.gather_window_bytes`), in backward
-    two, and gradients on their way.
+
+def _neighbours(shared: FactsPricer, unit_class: str, row: Row, outer: Outer) -> tuple[float, float]:
+    """(gathered parameters of the unit before, reduction input of the one after), the largest, if they do as this one.
+
+    Those that no unit of the class stands next to are left out.
+    """
+    names = [unit.unit_class for unit in shared.graph.units]
+    sides = [{a for a, b in pairwise(names) if b == unit_class}, {b for a, b in pairwise(names) if a == unit_class}]
+    before, after = (max((_size(shared, name, row.degrees) for name in side), default=0.0) for side in sides)
+    found = passing(before, zero=row.sharing.zero, dp_shard=1, precision=outer.precision)
+    return found.gathered_bytes, FP32_BYTES * after
+
+
+def _size(shared: FactsPricer, unit_class: str, degrees: Degrees) -> float:
+    """Parameters of a unit on one rank, cut as a neighbour is where it can be."""
+    ways = (degrees, Degrees(degrees.tp, degrees.sequence if degrees.cp == 1 else "none"), Degrees())
+    way = next(way for way in ways if shared.exclusion(unit_class, way) is None)
+    return shared.local_parameters(unit_class, way, tied_copy=unit_class in shared.tied_classes)[0]
+
+
+def _byte_figures(
+    rows: Sequence[Row],
+    recomputes: Sequence[Recompute],
+    priced: Sequence[PricedFacts],
+    data: Sequence[DataCost],
+    beside: Sequence[tuple[float, float]],
+    apart: bool,
+) -> dict[str, np.ndarray]:
+    """States, activations and working bytes: the most of a unit's points in `memory_timeline`, activations taken off.
+
+    `beside` is what neighbours have there at the same time, of each row.
     """
     facts = {
         id(p): [(p.activation_bytes(r), p.forward_working_bytes(r), p.backward_working_bytes(r)) for r in recomputes]
         for p in priced
     }
     kept, forward, backward = np.moveaxis(np.array([facts[id(p)] for p in priced]), 2, 0)
-    columns = np.array([(d.states.total_bytes, d.gathered_bytes, d.reduction_bytes) for d in data])
-    states, gathered, reduction = (column[:, None] for column in columns.T)
+    states = np.array([d.states.total_bytes for d in data])[:, None]
     leaves = np.array(["activations" in row.offload for row in rows])[:, None]
-    working = np.maximum(forward + 3 * gathered, backward + 2 * gathered + reduction)
+    windows = [_windows(d.passing, *near, apart) for d, near in zip(data, beside, strict=True)]
+    ahead, back, reduced = (column[:, None] for column in np.array(windows).T)
+    held = np.where(leaves, 0.0, kept)
+    working = np.maximum(np.maximum(forward + ahead, backward + back), reduced - held)
     return {
         "state_bytes": states + 0 * kept,
-        "activation_bytes": np.where(leaves, 0.0, kept),
+        "activation_bytes": held,
         "working_bytes": working + np.where(leaves, 2 * kept, 0.0),
     }
+
+
+def _windows(own: Passing, before_bytes: float, after_bytes: float, apart: bool) -> tuple[float, float, float]:
+    """What parameters and gradients on their way take beside forward, beside backward, and after it."""
+    share = 1.0 if not own.accumulates else own.output_bytes / own.input_bytes if own.input_bytes else 0.0
+    beside = own.gathered_bytes + before_bytes + share * after_bytes
+    if own.accumulates:
+        reduced = max(own.fresh_bytes, own.input_bytes)
+    else:
+        reduced = own.fresh_bytes + own.input_bytes + own.output_bytes
+    after = max(before_bytes + reduced, beside + own.fresh_bytes)
+    if apart:
+        return own.buffer_bytes, 0.0, after
+    return own.gathered_bytes + own.buffer_bytes, beside, after
 
 
 def _in_transit(row: Row, priced: PricedFacts, recompute: Recompute) -> float:

@@ -9,16 +9,18 @@ out. The data axes do not matter here: see `data_parallel` and `strategies`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from galv.cost_models.communication import Group
 from galv.cost_models.compute import phase_seconds, unit_seconds
-from galv.cost_models.memory import ModelStates
+from galv.cost_models.memory import ModelStates, Passing
 from galv.cost_models.network import Network
+from galv.cost_models.readings import Ratios, place, ratio_at, ratios
 from galv.cost_models.weight_gradients import weight_seconds
 from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, UnitFacts
 from galv.planner.plan import (
@@ -74,16 +76,15 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class WorkingBytes:
-    """What is alive only while a unit runs, part by part."""
+    """What a unit holds beyond states and activations while it runs."""
 
     forward_bytes: float
-    """Temporaries of forward beyond what is kept."""
+    """Temporaries of forward."""
     backward_bytes: float
     """Recomputed activations and temporaries of backward."""
-    gathered_bytes: float = 0.0
-    """The unit's own parameters where they are gathered for the moment (zero 3)."""
-    reduction_bytes: float = 0.0
-    """Gradients in the making and on their way."""
+    passing: Passing = field(default_factory=Passing)
+    loss_is_apart: bool = False
+    """Whether the temporaries are those of a loss that is no module: parameters are gathered before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ class FactsPricer:
         self._parameters: dict[tuple[str, Degrees, bool], tuple[float, float]] = {}
         self._sizes: dict[str, float] = {}
         self._flops: dict[int, float] = {}
+        self._keys: dict[str, str] = {}
+        self._timed: dict[tuple[str, Phase], Ratios] = {}
         self.data_costs: dict[tuple[object, ...], DataCost] = {}
         """What the data axes cost, filled in by `strategies`."""
 
@@ -233,8 +236,30 @@ class FactsPricer:
         """Facts and seconds of `unit_class` for `microbatch` samples."""
         key = (unit_class, degrees, microbatch)
         if key not in self._priced:
-            self._priced[key] = _priced(self._facts(*key), degrees, self.network)
+            measured = tuple(self._measured_ratios(unit_class, phase) for phase in get_args(Phase))
+            self._priced[key] = _priced(self._facts(*key), degrees, self.network, measured)
         return self._priced[key]
+
+    def _measured_ratios(self, unit_class: str, phase: Phase) -> Ratios:
+        """Seconds of the whole unit as it was timed over what its operators add up to, by those; mostly none."""
+        device = self.cluster.device
+        if device.measured is None or not device.measured.units:
+            return ()
+        known, key = (unit_class, phase), self._unit_key(unit_class)
+        if known not in self._timed:
+            points = []
+            for reading in device.measured.units:
+                if (reading.unit, reading.phase) == (key, phase):
+                    facts = self.graph.source.facts(unit_class, None, reading.samples)
+                    curve = phase_seconds(facts.phase(phase), device)
+                    points.append((place(curve), reading.seconds, curve))
+            self._timed[known] = ratios(points)
+        return self._timed[known]
+
+    def _unit_key(self, unit_class: str) -> str:
+        if unit_class not in self._keys:
+            self._keys[unit_class] = unit_key(self.graph, unit_class)
+        return self._keys[unit_class]
 
     def _facts(self, unit_class: str, degrees: Degrees, microbatch: int) -> UnitFacts:
         layout, sequence = self.layout(unit_class, degrees.tp, degrees.sequence), self._sequence(unit_class, degrees)
@@ -303,9 +328,19 @@ def _sharded_names(layout: TensorParallelLayout | None) -> frozenset[str]:
 # ----------------------------------------------------------------------------------------------- pricing facts
 
 
-def _priced(facts: UnitFacts, degrees: Degrees, network: Network) -> PricedFacts:
+def unit_key(graph: ModelGraph, unit_class: str) -> str:
+    """A hash of what one sample makes a unit do: equal for units with the same work, in whatever model."""
+    facts = graph.source.facts(unit_class, None, graph.num_samples)
+    work = [(op.name, op.dtype, op.flops, op.bytes_read, op.bytes_written) for op in facts.operators]
+    return sha256(repr((graph.num_samples, work)).encode()).hexdigest()[:16]
+
+
+def _priced(facts: UnitFacts, degrees: Degrees, network: Network, measured: tuple[Ratios, ...]) -> PricedFacts:
+    """`measured`: by phase, what timing the whole unit says of the sum of its operators."""
     device = network.cluster.device
-    forward, backward = unit_seconds(facts, device)
+    summed = unit_seconds(facts, device)
+    ahead, behind = (ratio_at(known, place(x)) if x > 0 else 1.0 for known, x in zip(measured, summed, strict=True))
+    forward, backward = summed[0] * ahead, summed[1] * behind
     repeated = tuple(op for op in facts.phase("forward") if op.kind == "memory")
     sent, sent_back = (_sent_seconds(facts, phase, degrees, network) for phase in ("forward", "backward"))
     # Selective recompute keeps what attention put out, and so never sends keys and values around again.
@@ -318,10 +353,10 @@ def _priced(facts: UnitFacts, degrees: Degrees, network: Network) -> PricedFacts
         backward_sent_seconds=sent_back,
         again={
             "none": (0.0, 0.0),
-            "selective": (phase_seconds(repeated, device), resent),
+            "selective": (ahead * phase_seconds(repeated, device), resent),
             "full": (forward, sent),
         },
-        weight_seconds={level: weight_seconds(facts, level, device) for level in get_args(Recompute)},
+        weight_seconds={level: behind * weight_seconds(facts, level, device) for level in get_args(Recompute)},
     )
 
 

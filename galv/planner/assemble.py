@@ -99,7 +99,9 @@ def plan_of(
         estimate=found,
         alternatives=alternatives,
         search=search,
-        notes=graph.notes + ((EVEN_ROUTING,) if any(strategy.ep > 1 for _, strategy in strategies) else ()),
+        notes=graph.notes
+        + shared.cluster.notes
+        + ((EVEN_ROUTING,) if any(strategy.ep > 1 for _, strategy in strategies) else ()),
     )
 
 
@@ -141,16 +143,16 @@ def priced_units(priced: PricedTable, solution: Solution) -> PricedUnits:
     graph, before = priced.pricer.graph, None
     stages = []
     for start, stop, choice in zip(solution.cut, solution.cut[1:], solution.stages, strict=False):
-        refs, stage = graph.units[start:stop], []
-        for ref, option in zip(refs, choice.ordered([ref.unit_class for ref in refs]), strict=True):
-            stage.append((ref, _with_transition(priced, before, ref, option)))
+        kinds, stage = priced.table.chain[start:stop], []
+        for ref, kind, option in zip(graph.units[start:stop], kinds, choice.ordered(kinds), strict=True):
+            stage.append((ref, _with_transition(priced, before, kind, option)))
             before = option
         stages.append(stage)
     return stages
 
 
-def _with_transition(priced: PricedTable, before: Option | None, ref: UnitRef, option: Option) -> UnitCost:
-    cost = priced.cost(ref.unit_class, option.strategy)
+def _with_transition(priced: PricedTable, before: Option | None, kind: str, option: Option) -> UnitCost:
+    cost = priced.cost(kind, option.strategy)
     if before is None or before.layout == option.layout:
         return cost
     forward, backward = priced.table.transitions[before.layout, option.layout]
@@ -181,8 +183,7 @@ def binding_stage(priced: PricedTable, solution: Solution) -> tuple[str, ...]:
         f"optimizer {gib(memory.optimizer_bytes)}, activations {gib(memory.activations_bytes)}, "
         f"working {gib(memory.working_bytes)}, reserved {gib(memory.reserved_bytes)}"
     )
-    remedy = "more devices, a smaller global batch or sequence, or --optimizer sgd need less"
-    return where, f"its largest unit is {largest.name}", remedy
+    return where, f"its largest unit is {largest.name}"
 
 
 # ----------------------------------------------------------------------------------------------- parts

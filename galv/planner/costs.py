@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -107,6 +107,9 @@ class Estimate(Frozen):
     """The mean over all devices."""
     stages: tuple[StageEstimate, ...]
     transfer_seconds: Figure = 0.0
+    uncertainty: float = Field(0.0, ge=0, le=1e6)
+    """What `step_seconds` may be off to either side because the readings behind it vary, as a share of it; 0 where
+    nothing was measured."""
 
 
 class Alternative(Frozen):
@@ -134,3 +137,7 @@ class SearchReport(Frozen):
     """Why candidates gave no plan, and how many."""
     is_time_limited: bool = False
     """Whether the search ended because its time was up."""
+    objective: Literal["throughput", "memory", "cost"] = "throughput"
+    """What the plan is best in."""
+    demands: tuple[str, ...] = ()
+    """What the user demanded of it, each as on the command line."""

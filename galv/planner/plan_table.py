@@ -136,7 +136,7 @@ def _totals(plan: Plan) -> str:
     busiest = max(estimate.stages, key=lambda stage: stage.memory.total_bytes)
     rate = f"{estimate.tokens_per_second:,.0f} {what}   MFU {100 * estimate.mfu:.1f} %"
     lines = [
-        f"step {seconds(estimate.step_seconds)}   {rate}",
+        f"step {seconds(estimate.step_seconds)}{_give_or_take(estimate.uncertainty)}   {rate}",
         "time   " + ", ".join(f"{name} {100 * value / estimate.step_seconds:.1f} %" for name, value in shares) + mean,
         f"memory {_memory(busiest)}" + (" (at the peak of the fullest stage)" if len(plan.stages) > 1 else ""),
     ]
@@ -144,6 +144,10 @@ def _totals(plan: Plan) -> str:
         worst = max(estimate.peak_bytes)
         lines.append(f"DOES NOT FIT: {gib(worst)} GiB of {gib(plan.cluster.memory_budget_bytes)} GiB")
     return "\n".join(lines)
+
+
+def _give_or_take(uncertainty: float) -> str:
+    return f" +-{100 * uncertainty:.0f} %" if uncertainty >= 0.005 else ""
 
 
 def _memory(stage: StageEstimate) -> str:
@@ -179,11 +183,19 @@ def _against(ratio: float) -> str:
     return "equal" if abs(ratio - 1) < 0.0005 else f"{100 * (ratio - 1):+.1f} %"
 
 
+_AIMS = {"throughput": "", "memory": " for the least memory", "cost": " for the fewest device-hours"}
+
+
 def _search(plan: Plan) -> str:
     if plan.search is None:
         return ""
-    proof = "proven optimal" if plan.search.proven_optimal else f"at most {100 * plan.search.gap:.2g} % from optimal"
-    return f"searched {plan.search.candidates:,} layouts in {plan.search.seconds:.1f} s: {proof} in the searched space"
+    report = plan.search
+    proof = "proven optimal" if report.proven_optimal else f"at most {100 * report.gap:.2g} % from optimal"
+    under = f" under {', '.join(report.demands)}" if report.demands else ""
+    found = f"searched {report.candidates:,} layouts in {report.seconds:.1f} s{_AIMS[report.objective]}: {proof}"
+    lines = [f"{found} in the searched space{under}"]
+    lines += [f"{number:>{len(f'{report.candidates:,}') + 9},}: {reason}" for reason, number in report.pruned]
+    return "\n".join(lines)
 
 
 def _notes(plan: Plan) -> str:

@@ -7,8 +7,9 @@ optimal in the space, or comes with the gap that is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, inf
 from typing import Literal
 
@@ -16,20 +17,23 @@ from galv.cost_models.memory import reserved_bytes
 from galv.cost_models.unit import FactsPricer
 from galv.errors import NoFeasiblePlan, UsageError
 from galv.planner.assemble import binding_stage
+from galv.planner.kinds import pipeline_choice, unit_kind
 from galv.planner.plan import SearchReport
-from galv.planner.plan_table import gib, gib_enough
+from galv.planner.plan_table import gib, gib_enough, seconds
 from galv.planner.promising import Promising, promising
 from galv.planner.reporter import Reporter
 from galv.planner.search.memory import least_memory, least_usable_bytes
-from galv.planner.search.outer import BY_BOUND, BY_TIME, Outcome, Ranked, best_plans
+from galv.planner.search.outer import BY_BOUND, BY_TIME, Outcome, Standing, best_plans
 from galv.planner.search.solution import Clock, Solution
 from galv.planner.search.solve import solve
 from galv.planner.space import Candidate, describe, impossible
 from galv.planner.tables import Limits, PricedTable, priced_tables
+from galv.planner.unmet import unmet
 
 Objective = Literal["throughput", "memory", "cost"]
-"""The fastest step, the least peak memory, or the fewest device-seconds a sample: `cost` is `throughput` as long as all
-candidates use all devices."""
+"""The fastest step, the least peak memory, or the fewest device-seconds a sample, where fewer devices may do better."""
+Space = tuple[FactsPricer, Sequence[Candidate]]
+"""The candidates of one cluster, with its prices."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,7 @@ def best_plan(
     What is then left open is the report's gap.
     """
     return best_answers(
-        shared,
-        found,
+        [(shared, found)],
         budget_bytes,
         1,
         limits=limits,
@@ -71,8 +74,7 @@ def best_plan(
 
 
 def best_answers(
-    shared: FactsPricer,
-    found: Sequence[Candidate],
+    spaces: Sequence[Space],
     budget_bytes: int,
     number: int,
     *,
@@ -82,47 +84,77 @@ def best_answers(
     time_limit_seconds: float | None = None,
     tolerance: float = 0.0,
 ) -> tuple[Answer, ...]:
-    """The `number` best plans of different layouts, best first. Arguments and errors as for `best_plan`."""
+    """The `number` best plans of different layouts over all `spaces`, best first. Arguments and errors as for
+    `best_plan`.
+
+    By `cost` a plan's seconds count times the devices of its space's cluster; its gap is that of device-seconds.
+    """
     started = time.perf_counter()
     clock = Clock.limited(time_limit_seconds)
     reporter = reporter or Reporter()
-    reporter.phase("pricing")
-    if number == 1 and objective != "memory":
-        left = promising(shared, found, budget_bytes, limits, clock, reporter)
+    if number == 1 and objective == "throughput" and len(spaces) == 1:
+        left = _worth_pricing(spaces[0], budget_bytes, limits, clock, reporter)
     else:
-        left = _tables(shared, found, budget_bytes, limits, reporter)
-    if not left.tables:
-        raise UsageError("no layout can exist for this model here: " + "; ".join(sorted(left.reasons)))
-    reporter.phase("searching")
-    priced, tables = left.tables, [one.table for one in left.tables]
+        left = Promising(all_tables(spaces, budget_bytes, limits, reporter), 0, inf, frozenset())
+    priced, wanted = left.tables, number
     if objective == "memory":
-        least = [least_usable_bytes(table)[0] for table in tables]
-        closest = min(range(len(tables)), key=lambda i: least[i])
-        if least[closest] <= tables[closest].usable_bytes:
-            tables = [least_memory(tables[closest])]
-            priced = [replace(priced[closest], table=tables[0])]
-
-    def watch(done: int, total: int, better: Ranked | None) -> None:
-        reporter.progress(done, total)
-        if better is not None:
-            reporter.note(f"{better.solution.step_seconds:.4g} s: {describe(priced[better.table].candidate)}")
-
-    outcome = best_plans(tables, number, tolerance=tolerance, clock=clock, watch=watch)
-    reporter.progress(len(tables), len(tables))
+        priced = _of_least_memory(priced, number)
+        wanted = len(priced)
+    outcome = best_plans(
+        [one.table for one in priced],
+        wanted,
+        weights=[one.pricer.cluster.num_devices if objective == "cost" else 1.0 for one in priced],
+        tolerance=tolerance,
+        clock=clock,
+        watch=lambda standing: _tell(reporter, standing, priced),
+        alike=lambda ranked: _laid_out(priced[ranked.table], ranked.solution),
+    )
+    reporter.progress(len(priced), len(priced))
     if not outcome.best:
         raise _infeasible(priced, budget_bytes)
     report = _report(outcome, left, time.perf_counter() - started)
-    return tuple(Answer(priced[one.table], one.solution, report) for one in outcome.best)
+    best = outcome.best
+    if objective == "memory":
+        best = tuple(sorted(best, key=lambda ranked: priced[ranked.table].table.usable_bytes))[:number]
+    return tuple(Answer(priced[one.table], one.solution, report) for one in best)
 
 
-def _report(outcome: Outcome, left: Promising, seconds: float) -> SearchReport:
+def _tell(reporter: Reporter, standing: Standing, priced: Sequence[PricedTable]) -> None:
+    reporter.progress(standing.done, standing.total)
+    if standing.best is None:
+        return
+    best = seconds(standing.best.solution.step_seconds)
+    reporter.standing(f"best {best}, at most {100 * standing.gap:.2g} % from optimal")
+    if standing.is_new:
+        reporter.note(f"{best}: {describe(priced[standing.best.table].candidate)}")
+
+
+def _laid_out(priced: PricedTable, solution: Solution) -> Hashable:
+    """What a plan lays out: of several that differ in their schedule alone, the best is enough."""
+    outer, starts = priced.candidate.outer, pairwise(solution.cut)
+    stages = [
+        tuple(option.strategy for option in stage.ordered(priced.table.chain[start:stop]))
+        for (start, stop), stage in zip(starts, solution.stages, strict=True)
+    ]
+    return priced.pricer.cluster.num_devices, outer.num_microbatches, tuple(stages)
+
+
+def _of_least_memory(priced: Sequence[PricedTable], number: int) -> list[PricedTable]:
+    """The tables with the `number` least peaks, each with no more memory than that; all where none of them fits."""
+    least = [least_usable_bytes(one.table)[0] for one in priced]
+    most = sorted(least)[min(number, len(least)) - 1] * (1 + 1e-9)
+    kept = [one for one, usable in zip(priced, least, strict=True) if usable <= min(most, one.table.usable_bytes)]
+    return [replace(one, table=least_memory(one.table)) for one in kept] or list(priced)
+
+
+def _report(outcome: Outcome, left: Promising, taken_seconds: float) -> SearchReport:
     gap = max(outcome.gap, 1 - left.open_seconds / outcome.best[0].solution.step_seconds)
     dropped = BY_BOUND if left.open_seconds == inf else BY_TIME
     pruned = dict(outcome.pruned)
     if left.num_dropped:
         pruned[dropped] = pruned.get(dropped, 0) + left.num_dropped
     return SearchReport(
-        seconds=seconds,
+        seconds=taken_seconds,
         candidates=outcome.priced + left.num_dropped,
         proven_optimal=gap == 0.0,
         gap=gap,
@@ -131,20 +163,45 @@ def _report(outcome: Outcome, left: Promising, seconds: float) -> SearchReport:
     )
 
 
-def _tables(
-    shared: FactsPricer, found: Sequence[Candidate], budget_bytes: int, limits: Limits, reporter: Reporter
-) -> Promising:
-    """The tables of all candidates."""
+def _worth_pricing(space: Space, budget_bytes: int, limits: Limits, clock: Clock, reporter: Reporter) -> Promising:
+    """The tables of the candidates that the limits allow and that may have the best plan. Errors as `all_tables`."""
+    shared, found = space
+    reporter.phase("pricing")
+    limits.constraints.check([unit_kind(shared.graph, unit) for unit in shared.graph.units])
+    allowed = [one for one in found if limits.constraints.allow_pipeline(pipeline_choice(one))]
+    left = promising(shared, allowed, budget_bytes, limits, clock, reporter)
+    _check_any(left.tables, [space], limits, left.reasons)
+    reporter.phase("searching")
+    return left
+
+
+def all_tables(spaces: Sequence[Space], budget_bytes: int, limits: Limits, reporter: Reporter) -> list[PricedTable]:
+    """The tables of all candidates that the limits allow. Raises UsageError when there are none, saying why."""
+    reporter.phase("pricing")
+    total, done = sum(len(found) for _, found in spaces), 0
     tables: list[PricedTable] = []
     reasons: set[str] = set()
-    for done, candidate in enumerate(found):
-        reporter.progress(done, len(found))
-        reason = impossible(shared, candidate)
-        if reason is None:
-            tables += priced_tables(shared, candidate, budget_bytes, limits)
-        else:
-            reasons.add(reason)
-    return Promising(tables, 0, inf, frozenset(reasons))
+    for shared, found in spaces:
+        limits.constraints.check([unit_kind(shared.graph, unit) for unit in shared.graph.units])
+        for candidate in found:
+            reporter.progress(done, total)
+            done += 1
+            reason = impossible(shared, candidate)
+            if reason is not None:
+                reasons.add(reason)
+            elif limits.constraints.allow_pipeline(pipeline_choice(candidate)):
+                tables += priced_tables(shared, candidate, budget_bytes, limits)
+    _check_any(tables, spaces, limits, reasons)
+    reporter.phase("searching")
+    return tables
+
+
+def _check_any(tables: Sequence[PricedTable], spaces: Sequence[Space], limits: Limits, reasons: Set[str]) -> None:
+    """Nothing when there are tables. Raises UsageError saying why there are none."""
+    if not tables and limits.constraints.demands:
+        raise unmet(spaces, limits)
+    if not tables:
+        raise UsageError("no layout can exist for this model here: " + "; ".join(sorted(reasons)))
 
 
 def _infeasible(tables: Sequence[PricedTable], budget_bytes: int) -> NoFeasiblePlan:

@@ -15,5 +15,8 @@ class Reporter:
     def progress(self, done: int, total: int) -> None:
         """`done` of `total` steps of the current phase are complete; `total` may change between calls."""
 
+    def standing(self, text: str) -> None:
+        """How the current phase stands, such as "best 8.85 s, at most 2 % from optimal"; in place of what stood."""
+
     def note(self, text: str) -> None:
         """One fact worth a line of its own, such as a better plan that was found."""

@@ -355,13 +355,17 @@ def sharings(degrees: Degrees, dp: int, devices_per_node: int, features: Feature
 
 
 def offloads(zero: int, *, features: Features, can_keep_less: bool = True) -> list[tuple[Offload, ...]]:
-    """What a unit of that ZeRO level can offload: parameters only where they are gathered for the moment."""
+    """What a unit of that ZeRO level can offload.
+
+    Parameters only where they are gathered for the moment, under ZeRO 3: there they go with the optimizer.
+    """
     if not features.offload:
         return [()]
     return [
         what
         for what in OFFLOADS
-        if ("parameters" not in what or zero == 3) and ("activations" not in what or can_keep_less)
+        if ("parameters" in what) == (zero == 3 and "optimizer" in what)
+        and ("activations" not in what or can_keep_less)
     ]
 
 

@@ -13,6 +13,8 @@ from galv.cost_models.memory import usable_bytes
 from galv.cost_models.strategies import ClassCosts, Row, class_costs
 from galv.cost_models.unit import Degrees, FactsPricer, UnitCost
 from galv.planner.borders import border_of, border_seconds, send_seconds, sent_bytes, transitions
+from galv.planner.constraints import Constraints
+from galv.planner.kinds import Kinds
 from galv.planner.plan import Recompute, Strategy
 from galv.planner.search.table import CostTable, Option
 from galv.planner.space import Candidate, recompute_levels, rows
@@ -20,10 +22,14 @@ from galv.planner.space import Candidate, recompute_levels, rows
 
 @dataclass(frozen=True)
 class Limits:
-    """The levels that units may choose from; None leaves the choice to the search."""
+    """What units may choose from; None leaves the choice to the search."""
 
     zero: int | None = None
     recompute: Recompute | None = None
+    constraints: Constraints = Constraints()  # noqa: RUF009  # frozen
+    """The user's demands."""
+    kept: frozenset[tuple[str, Strategy]] = frozenset()
+    """Strategies of unit classes that stay options even where others are better in everything."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,14 @@ class PricedTable:
 
     candidate: Candidate
     table: CostTable
+    """Its chain names the kind of each unit."""
     costs: Mapping[str, ClassCosts]
+    """Of each kind."""
     pricer: FactsPricer
 
-    def cost(self, unit_class: str, strategy: Strategy) -> UnitCost:
-        """The cost behind the option of `unit_class` with that strategy."""
-        return self.costs[unit_class].cost(*self._places[unit_class, strategy])
+    def cost(self, kind: str, strategy: Strategy) -> UnitCost:
+        """The cost behind the option of units of that kind with that strategy."""
+        return self.costs[kind].cost(*self._places[kind, strategy])
 
     @cached_property
     def _places(self) -> dict[tuple[str, Strategy], tuple[int, int]]:
@@ -66,10 +74,10 @@ def priced_tables(
     for choices in _choices(shared, candidate, limits):
         options = choices.options
         if outer.pp > 1 and _last_runs_alone(shared, candidate):
-            last = shared.graph.units[-1].unit_class
+            last = choices.chain[-1]
             options = {**options, last: tuple(map(_held_while_it_runs, options[last]))}
         table = CostTable(
-            chain=tuple(unit.unit_class for unit in shared.graph.units),
+            chain=choices.chain,
             options=options,
             num_stages=outer.pp,
             num_microbatches=outer.num_microbatches,
@@ -102,6 +110,7 @@ def _held_while_it_runs(option: Option) -> Option:
 class _Choices:
     """What a table of a candidate has whatever its schedule."""
 
+    chain: tuple[str, ...]
     costs: Mapping[str, ClassCosts]
     options: Mapping[str, tuple[Option, ...]]
     send_seconds: float
@@ -120,12 +129,34 @@ def _choices(shared: FactsPricer, candidate: Candidate, limits: Limits) -> tuple
     return known[plain, limits]
 
 
+def has_choices(shared: FactsPricer, candidate: Candidate, limits: Limits) -> bool:
+    """Whether `candidate` leaves every unit a strategy, priced or not."""
+    return next(_chosen(shared, candidate, Kinds.of(shared.graph, limits.constraints), limits), None) is not None
+
+
 def _found(shared: FactsPricer, candidate: Candidate, limits: Limits) -> Iterator[_Choices]:
-    all_rows = {name: _limited(rows(shared, candidate, name), limits.zero) for name in shared.graph.classes}
-    for keep, ddp in _variants(shared, candidate, all_rows):
-        chosen = {name: [row for row in found if keep(name, row)] for name, found in all_rows.items()}
-        if all(chosen.values()):
-            yield _priced(shared, candidate, chosen, limits, ddp)
+    kinds = Kinds.of(shared.graph, limits.constraints)
+    for chosen, ddp in _chosen(shared, candidate, kinds, limits):
+        yield _priced(shared, candidate, kinds, chosen, limits, ddp)
+
+
+def _chosen(
+    shared: FactsPricer, candidate: Candidate, kinds: Kinds, limits: Limits
+) -> Iterator[tuple[dict[str, list[Row]], bool]]:
+    """(the rows of every kind, whether DistributedDataParallel runs the plan) of each table."""
+    of_class = {name: _limited(rows(shared, candidate, name), limits.zero) for name in shared.graph.classes}
+    all_rows = {kind: kinds.allowed_rows(kind, candidate, of_class[name]) for kind, name in kinds.classes.items()}
+    for keep, ddp in _variants(candidate, kinds.of_classes(shared.tied_classes), all_rows):
+        chosen = {kind: [row for row in found if keep(kind, row)] for kind, found in all_rows.items()}
+        if all(chosen.values()) and all(_recomputes(shared, kinds, kind, limits) for kind in chosen):
+            yield chosen, ddp
+
+
+def _recomputes(shared: FactsPricer, kinds: Kinds, kind: str, limits: Limits) -> tuple[Recompute, ...]:
+    """What units of a kind may recompute."""
+    possible = recompute_levels(shared.graph, kinds.classes[kind])
+    wanted = tuple(level for level in possible if limits.recompute in (None, level)) or ("none",)
+    return kinds.allowed_recomputes(kind, wanted)
 
 
 def _limited(found: Sequence[Row], zero: int | None) -> list[Row]:
@@ -141,12 +172,12 @@ Keep = Callable[[str, Row], bool]
 
 
 def _variants(
-    shared: FactsPricer, candidate: Candidate, all_rows: Mapping[str, Sequence[Row]]
+    candidate: Candidate, tied: frozenset[str], all_rows: Mapping[str, Sequence[Row]]
 ) -> Iterator[tuple[Keep, bool]]:
-    """(which rows of which class to keep, whether DistributedDataParallel runs the plan) for each table."""
+    """(which rows of which kind to keep, whether DistributedDataParallel runs the plan) for each table, given the kinds
+    of units that share tensors."""
     if _may_be_ddp(candidate):
         yield lambda _, row: row.degrees == Degrees() and row.sharing.zero == 0 and not row.offload, True
-    tied = shared.tied_classes
     if not tied:
         yield lambda _, row: True, False
     for way in dict.fromkeys(_way(row) for name in sorted(tied) for row in all_rows[name]):
@@ -169,20 +200,31 @@ def _may_be_ddp(candidate: Candidate) -> bool:
 
 
 def _priced(
-    shared: FactsPricer, candidate: Candidate, chosen: Mapping[str, Sequence[Row]], limits: Limits, ddp: bool
+    shared: FactsPricer,
+    candidate: Candidate,
+    kinds: Kinds,
+    chosen: Mapping[str, Sequence[Row]],
+    limits: Limits,
+    ddp: bool,
 ) -> _Choices:
-    borders = {name: [border_of(shared, name, row.degrees) for row in found] for name, found in chosen.items()}
-    costs = {name: _costs(shared, candidate, name, found, limits, ddp) for name, found in chosen.items()}
+    borders, costs = {}, {}
+    for kind, found in chosen.items():
+        name, levels = kinds.classes[kind], _recomputes(shared, kinds, kind, limits)
+        borders[kind] = [border_of(shared, name, row.degrees) for row in found]
+        costs[kind] = _costs(shared, candidate, name, found, levels, ddp)
     ids = {border: i for i, border in enumerate(dict.fromkeys(b for found in borders.values() for b in found))}
     if candidate.uniform is not None:
         ids = dict.fromkeys(ids, 0)
-    options, largest = {}, {}
-    for name, priced in costs.items():
-        layouts = [ids[border] for border in borders[name]]
-        places = _best(shared, candidate, name, priced, layouts)
-        options[name] = tuple(_options(priced, places, layouts))
-        largest[name] = max(priced.priced[i].facts.output_bytes for i, _ in places)
+    options: dict[str, tuple[Option, ...]] = {}
+    largest: dict[str, float] = {}
+    for kind, priced in costs.items():
+        layouts = [ids[border] for border in borders[kind]]
+        name = kinds.classes[kind]
+        places = _best(shared, candidate, name, priced, layouts, limits)
+        options[kind] = tuple(_options(priced, places, layouts))
+        largest[name] = max(largest.get(name, 0.0), *(priced.priced[i].facts.output_bytes for i, _ in places))
     return _Choices(
+        chain=kinds.chain,
         costs=costs,
         options=options,
         send_seconds=send_seconds(shared, candidate, sent_bytes(shared.graph, largest)),
@@ -191,13 +233,16 @@ def _priced(
 
 
 def _costs(
-    shared: FactsPricer, candidate: Candidate, unit_class: str, found: Sequence[Row], limits: Limits, ddp: bool
+    shared: FactsPricer,
+    candidate: Candidate,
+    unit_class: str,
+    found: Sequence[Row],
+    levels: Sequence[Recompute],
+    ddp: bool,
 ) -> ClassCosts:
     graph, outer = shared.graph, candidate.outer
-    possible = recompute_levels(graph, unit_class)
-    wanted = tuple(level for level in possible if limits.recompute in (None, level)) or ("none",)
     copy = outer.pp == 1 and unit_class in shared.tied_classes and graph.units[0].unit_class != unit_class
-    costs = class_costs(shared, unit_class, outer, found, wanted, tied_copy=copy, ddp=ddp)
+    costs = class_costs(shared, unit_class, outer, found, levels, tied_copy=copy, ddp=ddp)
     if candidate.uniform is None:
         return costs
     # What stands around the blocks pays for both of its borders.
@@ -234,7 +279,12 @@ def _options(costs: ClassCosts, places: Sequence[tuple[int, int]], layouts: Sequ
 
 
 def _best(
-    shared: FactsPricer, candidate: Candidate, unit_class: str, costs: ClassCosts, layouts: Sequence[int]
+    shared: FactsPricer,
+    candidate: Candidate,
+    unit_class: str,
+    costs: ClassCosts,
+    layouts: Sequence[int],
+    limits: Limits,
 ) -> list[tuple[int, int]]:
     """(row, recompute) of the strategies that no other of the same layout beats or equals in every number."""
     numbers = _numbers(shared, candidate, unit_class, costs)
@@ -243,7 +293,13 @@ def _best(
     for layout in dict.fromkeys(layouts):
         places = np.flatnonzero(by_layout == layout)
         found += places[undominated(numbers[places])].tolist()
-    return [divmod(place, len(costs.recomputes)) for place in sorted(found)]
+    if limits.kept:
+        found += [
+            place
+            for place in range(by_layout.size)
+            if (unit_class, costs.strategy(*divmod(place, len(costs.recomputes)))) in limits.kept
+        ]
+    return [divmod(place, len(costs.recomputes)) for place in sorted(set(found))]
 
 
 def _numbers(shared: FactsPricer, candidate: Candidate, unit_class: str, costs: ClassCosts) -> np.ndarray:

@@ -17,6 +17,9 @@ a YAML file:
       inter_node:
         gigabytes_per_second: 50       # one network card; devices_per_link says how many devices use it
 
+The path of a profile that `galv profile` wrote stands for the machine that it measured, `PROFILE.json:4x1` for four of
+its devices.
+
 An inline device needs a name and a few numbers; all other figures are taken from the shipped profile `like`:
 
     device:
@@ -40,50 +43,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from galv.errors import ClusterError
-from galv.profiles.device import (
-    DeviceProfile,
-    Figures,
-    Rate,
-    Seconds,
-    Share,
-    library_entry,
-    load_device,
-    read_figures,
-)
+from galv.profiles.device import DeviceProfile, library_entry, load_device, read_figures
+from galv.profiles.link import LinkProfile
+from galv.profiles.measured import MeasuredProfile, read_measured, split_spec
 
 MAX_DEVICES = 2**20
 """Of one cluster."""
 
 _SPEC = re.compile(r"(?P<device>[^:]+):(?P<devices>[0-9]{1,999})x(?P<nodes>[0-9]{1,999})")
-_FORM = "write DEVICE:DEVICES_PER_NODExNODES, such as h100-sxm-80:8x4, or the path of a .yaml file"
-
-
-class LinkProfile(Figures):
-    """One kind of link, as collectives see it. Bytes per second in one direction."""
-
-    bytes_per_second: Rate
-    """Between nodes: of one network card. Inside a node: of one device's links to all others together."""
-    efficiency: Share
-    """Share of `bytes_per_second` that a large all-reduce, broadcast or p2p transfer reaches."""
-    gather_efficiency: Share
-    """The same for all-gather, reduce-scatter and all-to-all as torch runs them: with copies in and out of buffers."""
-    latency_seconds: Seconds
-    """Added by each hop of a ring or tree."""
-    base_seconds: Seconds
-    """Added by each collective, whatever its size and group."""
-    node_decay: float = Field(0.0, ge=0, le=1)
-    """Between nodes: a group on n > 2 nodes, all of the job's, reaches (2 / n) to this power of the rate."""
-    group_shares: dict[int, Share] = Field(default_factory=dict)
-    """Inside a node: what groups of so many devices reach of the rate; larger ones reach all of it."""
-    devices_per_link: int = Field(ge=1)
-    """Devices that share one such link: 1 where every device has its own, 8 for one network card in a node of 8."""
-
-    def __hash__(self) -> int:
-        return hash((self.bytes_per_second, self.efficiency, self.latency_seconds, self.base_seconds))
-
-    def group_share(self, num_devices: int) -> float:
-        """What a group of `num_devices` in one node reaches of the rate."""
-        return self.group_shares.get(min((n for n in self.group_shares if n >= num_devices), default=0), 1.0)
+_FORM = "write DEVICE:DEVICES_PER_NODExNODES, such as h100-sxm-80:8x4, or the path of a .yaml file or a .json profile"
 
 
 class ClusterProfile(BaseModel):
@@ -98,6 +66,8 @@ class ClusterProfile(BaseModel):
     num_nodes: int = Field(ge=1)
     intra_node: LinkProfile
     inter_node: LinkProfile
+    notes: tuple[str, ...] = ()
+    """What a plan for it says of where its figures come from."""
 
     def __hash__(self) -> int:
         return hash((self.spec, self.device, self.devices_per_node, self.num_nodes, self.intra_node, self.inter_node))
@@ -119,12 +89,15 @@ class ClusterProfile(BaseModel):
 
 
 def load_cluster(spec: str) -> ClusterProfile:
-    """The cluster that `spec` describes: `DEVICE:DEVICES_PER_NODExNODES`, or the path of a YAML file.
+    """The cluster that `spec` describes: `DEVICE:DEVICES_PER_NODExNODES`, or the path of a YAML file or of a profile.
 
     Raises UnknownName for a device that is not shipped and ClusterError for everything else that is wrong.
     """
     if Path(spec).suffix in (".yaml", ".yml"):
         return _read_file(spec)
+    measured = split_spec(spec)
+    if measured is not None:
+        return _measured_cluster(spec, *measured)
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise ClusterError(f"{spec!r} is no cluster; {_FORM}")
@@ -141,6 +114,29 @@ def load_cluster(spec: str) -> ClusterProfile:
         num_nodes=nodes,
         intra_node=default_link(match["device"], "intra_node"),
         inter_node=default_link(match["device"], "inter_node"),
+    )
+
+
+def _measured_cluster(spec: str, path: str, shape: tuple[int, int] | None) -> ClusterProfile:
+    """The machine that `galv profile` measured, or `shape` (devices per node, nodes) of it."""
+    profile = read_measured(path)
+    devices, nodes = shape or profile.shape
+    if not 1 <= devices * nodes <= MAX_DEVICES:
+        raise ClusterError(f"{spec!r}: a cluster has 1 to {MAX_DEVICES} devices")
+    return measured_cluster(profile, spec, devices, nodes)
+
+
+def measured_cluster(profile: MeasuredProfile, spec: str, devices: int, nodes: int) -> ClusterProfile:
+    """`nodes` of `devices` each of the machine behind `profile`."""
+    found = profile.setting(devices, nodes)
+    return ClusterProfile(
+        spec=spec,
+        device=found.device,
+        devices_per_node=devices,
+        num_nodes=nodes,
+        intra_node=found.intra_node,
+        inter_node=found.inter_node,
+        notes=profile.notes(devices, nodes),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from galv.errors import ClusterError, UnknownName, UsageError
+from galv.profiles.readings import DeviceReadings
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -60,9 +61,9 @@ class Figures(BaseModel):
     @model_validator(mode="after")
     def _sourced(self) -> Figures:
         figures = {name for name in type(self).model_fields if name not in ("name", "kind", "sources")}
-        needed = {
-            name for name in figures if type(self).model_fields[name].is_required()
-        } | self.model_fields_set & figures
+        needed = {name for name in figures if type(self).model_fields[name].is_required()} | {
+            name for name in self.model_fields_set & figures if getattr(self, name) is not None
+        }
         if missing := sorted(name for name in needed if not self.sources.get(name, "").strip()):
             raise ValueError(f"no source given for {', '.join(missing)}")
         if unknown := sorted(set(self.sources) - figures):
@@ -142,6 +143,8 @@ class DeviceProfile(Figures):
     """Taken from `memory_bytes` before the first tensor: context, libraries, communication buffers."""
     allocator_slack: float = Field(ge=0, lt=1)
     """Bytes reserved but unusable, as a share of the bytes allocated at the peak."""
+    measured: DeviceReadings | None = None
+    """Operators as `galv profile` timed them; they win over the figures above."""
 
     @model_validator(mode="after")
     def _rates_agree(self) -> DeviceProfile:
@@ -154,7 +157,7 @@ class DeviceProfile(Figures):
         return self
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second))
+        return hash((self.name, self.memory_bytes, self.memory_bytes_per_second, self.measured))
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -8,11 +8,12 @@ would come back in another order under another tensor degree, and are refused.
 
 from __future__ import annotations
 
-import re
+import pickle
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -22,29 +23,36 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from galv.errors import RunError, UsageError
 from galv.planner.plan import Plan
+from galv.runtime.checkpoint_files import LOCK, PLAN, complete_checkpoints, take
 from galv.runtime.module import ParallelModule
 
-_NAME = re.compile(r"step-(\d{8})")
-_PLAN = "plan.json"
-"""In a checkpoint's folder, the plan that it was saved under; written last."""
+_PATIENCE_SECONDS = 5.0
+"""How long a file that rank 0 wrote may take to be seen from other nodes."""
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Every rank calls the same methods in the same order; all must see the folder."""
+    """The checkpoints of one run. Every rank calls the same methods in the same order; all must see the folder.
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        self._folder, self._keep = folder, keep
+    `save` and `resume` take the folder for this run until its process ends. Both raise UsageError, on every rank, when
+    another run has it, when it cannot be written, and when it is not on a disk that all ranks see.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+        self._folder, self._keep = Path(folder), keep
+        self._claimed = False
+        self._lock: TextIO | None = None
+        """On rank 0, open for as long as the run has the folder."""
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, by step."""
-        found = [(_NAME.fullmatch(path.name), path) for path in self._folder.glob("step-*")]
-        return sorted((int(match[1]), path) for match, path in found if match and (path / _PLAN).is_file())
+        return complete_checkpoints(self._folder)
 
     def save(self, step: int, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         """Saves the run after `step`, whole or not at all, and drops the oldest checkpoints.
 
         Raises RunError, on every rank, when it cannot be written; those before it stay.
         """
+        self._claim()
         final = self._folder / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
         try:
@@ -60,15 +68,43 @@ class CheckpointFolder:
     def resume(self, module: ParallelModule, optimizer: torch.optim.Optimizer) -> int:
         """The step that the newest complete checkpoint was saved after, which is loaded; 0 when there is none.
 
-        Raises UsageError when it is of another model or optimizer, or of a plan that cannot be gone on from.
+        Raises UsageError when it is of another model or optimizer, or of a plan that cannot be gone on from, and
+        RunError when it cannot be read.
         """
+        self._claim()
         found = [self.complete()[-1:] if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found)
         if not found[0]:
             return 0
         ((step, folder),) = found[0]
-        _load(folder, module, optimizer)
+        try:
+            _load(folder, module, optimizer)
+        except (OSError, EOFError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
+            raise RunError(
+                f"cannot read the checkpoint {folder}: {_cause(error)}; remove that folder to go on from the one "
+                "before it, or to begin anew"
+            ) from error
         return int(step)
+
+    def _claim(self) -> None:
+        """Takes the folder for this run, and clears it of what a stopped run has left half written."""
+        if self._claimed:
+            return
+        obstacle: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                self._lock = take(self._folder)
+            except OSError as error:
+                obstacle = [_cause(error)]
+        dist.broadcast_object_list(obstacle)
+        if obstacle[0] is None:
+            sees: list[bool] = [True] * dist.get_world_size()
+            dist.all_gather_object(sees, _appears(self._folder / LOCK))
+            if False in sees:
+                obstacle[0] = f"rank {sees.index(False)} does not see it; it must be on a disk that all nodes share"
+        if obstacle[0] is not None:
+            raise UsageError(f"cannot keep checkpoints in {self._folder}: {obstacle[0]}")
+        self._claimed = True
 
     def _drop_oldest(self) -> None:
         for _, folder in self.complete()[: -self._keep]:
@@ -77,7 +113,11 @@ class CheckpointFolder:
     def _not_saved(self, step: int, error: BaseException) -> str:
         complete = self.complete()
         last = f"the last complete one is {complete[-1][1]}" if complete else "there is none before it"
-        return f"cannot save a checkpoint after step {step} in {self._folder}: {_cause(error)}; {last}"
+        free = shutil.disk_usage(self._folder).free / 2**30
+        return (
+            f"cannot save a checkpoint after step {step} in {self._folder}: {_cause(error)}; "
+            f"its disk has {free:.2f} GiB free; {last}"
+        )
 
     def _on_rank_0(self, action: Any) -> None:
         """Runs `action` on rank 0 while the others wait; what it raises is raised everywhere."""
@@ -92,13 +132,23 @@ class CheckpointFolder:
             raise OSError(failure[0])
 
 
+def _appears(path: Path) -> bool:
+    """Whether the file is there, or comes within a moment."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def _emptied(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def _completed(partial: Path, final: Path, plan: Plan) -> None:
-    (partial / _PLAN).write_text(plan.to_json(), encoding="utf-8")
+    (partial / PLAN).write_text(plan.to_json(), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
 
@@ -109,7 +159,9 @@ def _cause(error: BaseException) -> str:
     if failures:
         rank, (first, _) = next(iter(failures.items()))
         return f"{_cause(first)} (rank {rank})"
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+    text = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+    # What torch says when a file takes no more bytes.
+    return "a file could not be written to its end" if "inline_container" in text else text
 
 
 # ----------------------------------------------------------------------------------------------- what is saved
@@ -145,7 +197,7 @@ def _parameters(module: ParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _load(folder: Path, module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
-    old = Plan.from_json((folder / _PLAN).read_text(encoding="utf-8"))
+    old = Plan.from_json((folder / PLAN).read_text(encoding="utf-8"))
     _check(old, module.plan, folder)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _make_optimizer_state(module, optimizer, saved)
@@ -191,14 +243,14 @@ def _check(old: Plan, new: Plan, folder: Path) -> None:
         if before != now:
             raise UsageError(
                 f"the checkpoint {folder} is of {what} {before}, but the plan is for {now}; go on with a plan like its "
-                f"own ({folder / _PLAN}), or name another folder to start anew"
+                f"own ({folder / PLAN}), or name another folder to start anew"
             )
     chunked, now_chunked = _chunked(old), _chunked(new)
     for name in chunked.keys() | now_chunked.keys():
         if chunked.get(name) != now_chunked.get(name):
             raise UsageError(
                 f"the checkpoint {folder} holds {name} cut in chunks for tp {chunked.get(name, 1)}, and the plan has "
-                f"tp {now_chunked.get(name, 1)}; go on with a plan of its tensor degree ({folder / _PLAN})"
+                f"tp {now_chunked.get(name, 1)}; go on with a plan of its tensor degree ({folder / PLAN})"
             )
 
 

@@ -25,6 +25,7 @@ from galv.runtime.pipeline import StageModule
 from galv.runtime.randomness import Streams
 from galv.runtime.recompute import original_name
 from galv.runtime.schedule import PipelineRunner
+from galv.runtime.step_profile import busy
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class ParallelModule(nn.Module):
         self.model = model
         """This rank's stage: the user's own modules under their own names."""
         self.plan, self.device, self._parts = parts.plan, parts.device, parts
+        self._own_loss = torch.zeros((), device=parts.device)
 
     # -- training
 
@@ -108,8 +110,16 @@ class ParallelModule(nn.Module):
         degree, group = self._loss_degree, self._parts.meshes.data_group(self._loss_degree)
         weights = self._parts.targets.weights(self._of_loss(microbatches), group, degree)
         loss = self._scaled_step(batch, microbatches, weights)
+        self._own_loss = loss.detach().clone()
         dist.all_reduce(loss, group=group)
         return loss.detach() / degree
+
+    def ranks_without_a_loss(self) -> list[int]:
+        """Ranks whose own samples gave the last step a loss that is not finite. Every rank must call it."""
+        marks = torch.zeros(dist.get_world_size(), device=self.device)
+        marks[dist.get_rank()] = ~torch.isfinite(self._own_loss)
+        dist.all_reduce(marks)
+        return [rank for rank, mark in enumerate(marks.tolist()) if mark]
 
     @property
     def _loss_degree(self) -> int:
@@ -152,8 +162,10 @@ class ParallelModule(nn.Module):
         total = torch.zeros((), device=self.device)
         for i, microbatch in enumerate(microbatches):
             self._parts.sync.prepare(last=i == len(microbatches) - 1)
-            loss = weighted(loss_of(self(**microbatch)), weights[i])
-            loss.backward()
+            with busy("forward"):
+                loss = weighted(loss_of(self(**microbatch)), weights[i])
+            with busy("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 

@@ -21,6 +21,7 @@ from galv.errors import UsageError
 from galv.planner.plan import Plan
 from galv.runtime.loss import weighted
 from galv.runtime.pipeline import StageModule
+from galv.runtime.step_profile import busy
 from galv.runtime.tied_stages import TiedCopies
 from galv.runtime.transfers import Directions, Transfers, taker_of, warm_up
 from galv.runtime.weight_gradients import Products
@@ -104,14 +105,15 @@ class PipelineRunner:
             self._transfers.expect(following)
         self._before(operation, operation in self._last)
         loss = None
-        if kind == "forward":
-            inputs = {name: parts[name][i] for name in chunk.stage.input_names}
-            made, loss = chunk.forward(i, taken, inputs, weights[i])
-        elif kind == "weight":
-            made = chunk.weight(i)
-            self._after(operation, operation in self._last)
-        else:
-            made = chunk.backward(i, taken, split=kind == "input")
+        with busy(kind):
+            if kind == "forward":
+                inputs = {name: parts[name][i] for name in chunk.stage.input_names}
+                made, loss = chunk.forward(i, taken, inputs, weights[i])
+            elif kind == "weight":
+                made = chunk.weight(i)
+                self._after(operation, operation in self._last)
+            else:
+                made = chunk.backward(i, taken, split=kind == "input")
         taker = taker_of(operation, self._orders)
         if taker is not None and taker.chunk in self._chunks:
             self._handed[taker] = made

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from galv.runtime.synthetic import synthetic_batches
 from galv.runtime.token_data import open_tokens, token_batches
 from galv.runtime.train_config import Data, Optimizer, TrainConfig
 from galv.runtime.trainer import StepRecord, train
-from galv.runtime.weights import save_weights
+from galv.runtime.weights import check_can_save, save_weights
 
 _FAR = 10**6
 """A step that no run comes to: what evaluation begins with, so that made-up data too is not trained on."""
@@ -37,17 +36,19 @@ class Session:
         self.done_steps = 0
         """Trained before this session began."""
         if config.checkpoints is not None:
-            self._folder = CheckpointFolder(Path(config.checkpoints.folder), keep=config.checkpoints.keep)
+            self._folder = CheckpointFolder(config.checkpoints.folder, keep=config.checkpoints.keep)
             self.done_steps = self._folder.resume(module, self._optimizer)
-        if self.done_steps >= config.steps:
+        if config.checkpoints is not None and self.done_steps >= config.steps:
             raise UsageError(
-                f"the newest checkpoint in {self._folder} is of step {self.done_steps}, and the run has "
+                f"the newest checkpoint in {config.checkpoints.folder} is of step {self.done_steps}, and the run has "
                 f"{config.steps} steps: it is complete; raise steps to go on"
             )
         # Before the first step, so that data that cannot be read costs none.
         self._batches = self._open(config.data, self.done_steps)
         if config.evaluation is not None:
             self._open(config.evaluation, _FAR)
+        if config.save_weights is not None:
+            check_can_save(config.save_weights)
 
     def records(self) -> Iterator[StepRecord]:
         """What each step did; evaluates, saves checkpoints, and saves the weights after the last, as it is time."""

@@ -97,6 +97,8 @@ class TrainConfig(Frozen):
 
     steps: Positive = 20
     seed: int = Field(0, ge=0, lt=2**63)
+    timeout_seconds: Positive = 600
+    """How long ranks wait for each other before the run fails: longer than any step, evaluation or checkpoint."""
     data: Data = Data()
     evaluation: Evaluation | None = None
     optimizer: Optimizer = Optimizer()

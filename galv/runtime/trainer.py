@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from galv.errors import RunError
+from galv.errors import Diverged
 from galv.planner.plan import Plan
 from galv.runtime.data_parallel import COMPUTE_DTYPES
 from galv.runtime.loss import loss_of, microbatch_weights, valid_count, weighted
@@ -42,6 +42,8 @@ class StepRecord:
     learning_rate: float = 0.0
     evaluation_loss: float | None = None
     """Mean over samples that are not trained on, after the step's update, where it was time for that."""
+    optimizer_seconds: float = 0.0
+    """Of `seconds`, clipping and the update."""
 
 
 def train(
@@ -57,32 +59,45 @@ def train(
     """Trains on global `batches` from `first_step` to `steps` with a record after each; every rank must go through.
 
     Gradients are clipped to a global norm of `clip`. `learning_rate` of a step, where given, is set before its update.
-    Raises RunError, on every rank, for a loss that is not finite.
+    Raises Diverged, on every rank, for a loss or norm of gradients that is not finite.
     """
     for step, batch in zip(range(first_step, steps + 1), batches, strict=False):
         start = time.perf_counter()
         for group in optimizer.param_groups if learning_rate else ():
             group["lr"] = learning_rate(step)  # type: ignore[misc]  # not None here
         loss = module.train_step(module.shard_batch(batch))
+        loss.item()  # waits for the device
+        computed = time.perf_counter()
         norm = module.clip_grad_norm_(clip)
-        check_finite(step, loss.item(), norm.item())
+        check_finite(step, loss.item(), norm.item(), module.ranks_without_a_loss)
         optimizer.step()
         optimizer.zero_grad()
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         rate = float(optimizer.param_groups[0]["lr"])
-        yield StepRecord(step, loss.item(), norm.item(), seconds, peak_bytes(module.device), rate)
-
-
-def check_finite(step: int, loss: float, gradient_norm: float = 0.0) -> None:
-    """Nothing when both are numbers. Raises RunError naming the step."""
-    name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", gradient_norm)
-    if not math.isfinite(value):
-        raise RunError(
-            f"the {name} is {value} at step {step}; the weights are those of the step before. A smaller learning "
-            "rate, or a longer mantissa (--precision bf16 or fp32 in place of fp16), may help"
+        yield StepRecord(
+            step,
+            loss.item(),
+            norm.item(),
+            end - start,
+            peak_bytes(module.device),
+            rate,
+            optimizer_seconds=end - computed,
         )
+
+
+def check_finite(step: int, loss: float, norm: float = 0.0, culprits: Callable[[], list[int]] = list) -> None:
+    """Nothing when both are numbers. Raises Diverged naming the step, and the ranks that `culprits` gives then."""
+    name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", norm)
+    if math.isfinite(value):
+        return
+    ranks = culprits()
+    where = f", from the samples of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    raise Diverged(
+        f"the {name} is {value} at step {step}{where}; the weights are those of the step before. A smaller learning "
+        "rate, or a longer mantissa (--precision bf16 or fp32 in place of fp16), may help"
+    )
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -109,7 +124,7 @@ def single_process_losses(
     """The losses of the training that the plan describes, done by one process without any parallelism.
 
     Weights, data, optimizer (`options` go to it), clipping and precision are those of `galv run` with this `seed`;
-    `model`, on the meta device, is initialized in place. Raises RunError for a loss that is not finite.
+    `model`, on the meta device, is initialized in place. Raises Diverged for a loss that is not finite.
     """
     place = torch.device(device)
     initialize(model, seed, place).train()

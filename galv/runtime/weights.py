@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,21 @@ def save_weights(module: ParallelModule, folder: str | Path, *, max_shard_bytes:
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise RunError(f"cannot save the weights to {folder}: {failure[0]}")
+
+
+def check_can_save(folder: str | Path) -> None:
+    """Nothing when rank 0 can write to `folder`, which it makes. Every rank must call it. Raises UsageError."""
+    failure = [_tried(lambda: _probe(Path(folder))) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise UsageError(f"cannot save weights to {folder}: {failure[0]}")
+
+
+def _probe(folder: Path) -> None:
+    _library()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 class _Writer:

@@ -13,13 +13,15 @@ from galv.planner.plan import Plan
 from galv.planner.reporter import Reporter
 from tests.cli.conftest import FakeApi, Galv
 
+TINY = Path(__file__).parents[2] / "configs" / "models" / "llama-tiny.json"
 WORDS = ("m.json", "--cluster", "cpu:2x1", "--seq-len", "16", "--global-batch", "2")
 
 
 def test_plan_passes_its_options_on(run_galv: Galv, fake_api: FakeApi) -> None:
     """Every option of `galv plan` reaches the API under its own name."""
     more = ("--precision", "fp16", "--optimizer", "sgd", "--memory", "1.5", "--inputs", "a.b:c")
-    more += ("--units", "a.*", "--units", "b", "--opaque", "c")
+    more += ("--units", "a.*", "--units", "b", "--opaque", "c", "--require", "tp=2", "--require", "pp<=2")
+    more += ("--forbid", "offload", "--objective", "cost", "--time-limit", "2.5")
 
     assert run_galv("plan", *WORDS, *more).status == 0
     asked = dict(fake_api.asked or {})
@@ -33,6 +35,10 @@ def test_plan_passes_its_options_on(run_galv: Galv, fake_api: FakeApi) -> None:
         "precision": "fp16",
         "optimizer": "sgd",
         "memory": 1.5,
+        "require": ["tp=2", "pp<=2"],
+        "forbid": ["offload"],
+        "objective": "cost",
+        "time_limit": 2.5,
         "units": ["a.*", "b"],
         "opaque": ["c"],
     }
@@ -167,3 +173,50 @@ def test_a_wrong_command_line_is_refused(run_galv: Galv, fake_api: FakeApi, word
     assert result.err.startswith("galv: ") and result.err.rstrip().endswith("--help'.")
     assert says in result.err
     assert fake_api.asked is None
+
+
+def test_the_k_best_are_a_table_a_list_and_files(run_galv: Galv, tmp_path: Path) -> None:
+    """--top prints one row a plan; --json prints a list; -o writes plan.json, plan-2.json."""
+    words = ("plan", TINY, "--cluster", "cpu:2x1", "--seq-len", "16", "--global-batch", "4", "--top", "2")
+
+    table = run_galv(*words, "-o", tmp_path / "plan.json")
+    plans = [Plan.from_json((tmp_path / name).read_text()) for name in ("plan.json", "plan-2.json")]
+    assert table.status == 0
+    assert len(table.out.splitlines()) == 2 + 2
+    assert plans[0].estimate.step_seconds <= plans[1].estimate.step_seconds
+    assert plans[0].stages != plans[1].stages or plans[0].training != plans[1].training
+
+    listed = json.loads(run_galv(*words, "--json").out)
+    assert [one["stages"] for one in listed] == [json.loads(plan.to_json())["stages"] for plan in plans]
+
+
+def test_the_front_is_a_table_csv_and_plot(run_galv: Galv, tmp_path: Path) -> None:
+    """--pareto shows points of falling seconds; --plot draws them; with --top it is refused."""
+    words = ("plan", TINY, "--cluster", "cpu:2x1", "--seq-len", "64", "--global-batch", "8", "--pareto")
+    picture, table = tmp_path / "front.png", tmp_path / "front.csv"
+
+    result = run_galv(*words, "--json", "--plot", picture, "-o", table)
+    points = json.loads(result.out)["points"]
+    assert [p["step_seconds"] for p in points] == sorted((p["step_seconds"] for p in points), reverse=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(table.read_text().splitlines()) == 1 + len(points)
+    assert "leave out --top" in run_galv(*words, "--top", "2").err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--require", "tp=3"), "--require tp=3: tp can be 1, 2 here"),
+        (("--require", "tq=3"), "unknown key in 'tq=3'"),
+        (("--memory", "lots"), "--memory takes a number of GiB such as 72, or a share such as 90%, not 'lots'"),
+        (("--memory", "0%"), "above 0%"),
+        (("--time-limit", "0"), "time_limit must be a positive number of seconds"),
+        (("--plot", "a.png"), "needs --pareto"),
+    ],
+)
+def test_demands_that_cannot_be_met_are_refused(run_galv: Galv, more: tuple[str, ...], says: str) -> None:
+    """One message with what would work, status 2."""
+    result = run_galv("plan", TINY, "--cluster", "cpu:2x1", "--seq-len", "16", "--global-batch", "4", *more)
+
+    assert result.status == 2
+    assert says in result.err

@@ -15,6 +15,7 @@ from galv.planner.reporter import Reporter
 def _tell(reporter: Reporter) -> None:
     reporter.phase("pricing [layouts]")
     reporter.progress(3, 7)
+    reporter.standing("best 0.5 s, at most 2 % from optimal")
     reporter.note("a better plan: 0.5 s [tp2]")
 
 
@@ -35,4 +36,4 @@ def test_on_a_terminal_phases_counts_and_notes_are_seen() -> None:
 
     text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", stream.getvalue())
     assert "a better plan: 0.5 s [tp2]" in text
-    assert re.search(r"pricing \[layouts\] .* 3/7 ", text)
+    assert re.search(r"pricing \[layouts\]: best 0.5 s, at most 2 % from optimal .* 3/7 ", text)

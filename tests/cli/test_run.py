@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from galv.cli import run as run_command
-from galv.cli.launch import Ranks, Task, check_devices, first_host, launched_by
+from galv.cli.launch import Ranks, Task, check_devices, culprit, first_host, launched_by
 from galv.errors import RunError, UsageError
 from tests.cli.conftest import Galv, small_plan
 
@@ -113,7 +113,7 @@ def test_a_job_script_for_slurm(run_galv: Galv, started: list[Any], two_nodes: P
     lines = out.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(lines)
-    assert lines[-1] == f"srun galv run {two_nodes} {script} --lr '1 e'"
+    assert lines[-1] == f"srun --kill-on-bad-exit=1 galv run {two_nodes} {script} --lr '1 e'"
     assert not started
 
 
@@ -304,6 +304,14 @@ def test_a_failed_rank_gives_its_status_and_one_line(plan_file: Path, script: Pa
 
     assert done.returncode == 7
     assert done.stderr == "galv: rank 1 failed with exit status 7; its message stands above\n"
+
+
+def test_the_rank_that_failed_is_named_not_those_that_lost_it() -> None:
+    """One that has spoken counts most, then one that was stopped; SIGTERM is the launcher's own."""
+    assert culprit({0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM}, 0, speaks=True) == 1
+    assert culprit({0: 2, 1: -signal.SIGKILL}, 1, speaks=True) == 0
+    assert culprit({0: 2, 1: -signal.SIGKILL}, 0, speaks=False) == 1
+    assert culprit({0: 1, 1: 1}, 1, speaks=True) == 1
 
 
 def test_an_interrupt_ends_the_ranks(plan_file: Path, script: Path) -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import galv
 from galv.planner.plan import Plan, ScheduleName
 from tests.cli.conftest import Galv, small_plan
 from tests.plans import hand_made_plan, tiny_llama
+
+TINY = Path(__file__).parents[2] / "configs" / "models" / "llama-tiny.json"
 
 
 def test_show_prints_the_table(run_galv: Galv, plan_file: Path) -> None:
@@ -112,3 +115,24 @@ def test_a_missing_plan_file_is_refused(run_galv: Galv, tmp_path: Path, command:
 
         assert result.status == 2
         assert result.err.startswith(f"galv: cannot read the plan file {path}: ")
+
+
+def test_a_unit_is_explained(run_galv: Galv, tmp_path: Path) -> None:
+    """--explain traces the plan's model again and says what binds; a plan from an object needs that object."""
+    path = tmp_path / "plan.json"
+    plan = galv.plan(str(TINY), cluster="cpu:2x1", seq_len=16, global_batch=4)
+    plan.save(path)
+
+    said = run_galv("show", path, "--explain", "model.layers.0")
+    assert said.status == 0
+    assert said.out.startswith("model.layers.0 (stage 0): ")
+    assert " binds: " in said.out
+    data = json.loads(run_galv("show", path, "--explain", "head", "--json").out)
+    assert data["unit"] == "head"
+    assert data["strategy"]["tp"] == 1
+    assert "its units are embedding" in run_galv("show", path, "--explain", "tail").err
+
+    nameless = plan.model_copy(update={"model": plan.model.model_copy(update={"source": None})})
+    nameless.save(path)
+    assert "galv.explain(plan, unit, model=...)" in run_galv("show", path, "--explain", "head").err
+    assert str(galv.explain(nameless, "head", model=str(TINY))) == str(galv.explain(plan, "head"))

@@ -28,7 +28,7 @@ COMMON = {
 }
 
 SURFACE = {
-    "plan": COMMON,
+    "plan": COMMON | {"--require", "--forbid", "--objective", "--time-limit", "--top", "--pareto", "--plot"},
     "estimate": COMMON
     | {
         "--micro-batch",
@@ -58,7 +58,7 @@ SURFACE = {
         "--dot",
         "--json",
     },
-    "show": {"PLAN.JSON", "--json", "--timeline"},
+    "show": {"PLAN.JSON", "--json", "--timeline", "--explain"},
     "check": {"PLAN.JSON", "--rank", "--all-stages", "--json"},
     "diff": {"A.JSON", "B.JSON", "--json"},
     "sweep": {
@@ -74,6 +74,22 @@ SURFACE = {
         "--plot",
         "--json",
     },
+    "profile": {
+        "--output",
+        "-o",
+        "--quick",
+        "--devices",
+        "--minutes",
+        "--nproc",
+        "--model",
+        "--seq-len",
+        "--precision",
+        "--micro-batch",
+        "--inputs",
+        "--units",
+    },
+    "calibrate": {"RUN.JSON", "--output", "-o", "--profile"},
+    "devices": {"DEVICE", "--json"},
     "run": {
         "PLAN.JSON",
         "SCRIPT ARGS",
@@ -82,6 +98,7 @@ SURFACE = {
         "--nproc",
         "--seed",
         "--rdzv-endpoint",
+        "--record",
         "--print-command",
         "--slurm",
     },

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from galv.cost_models.communication import Group, collective_seconds, mesh_group, p2p_seconds
 from galv.planner.graph import CollectiveKind
-from galv.profiles.cluster import ClusterProfile, LinkProfile, load_cluster
+from galv.profiles.cluster import ClusterProfile, load_cluster
+from galv.profiles.link import LinkProfile
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 RING_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")

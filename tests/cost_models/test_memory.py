@@ -22,14 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from galv.cost_models.memory import (
     ModelStates,
-    gather_window_bytes,
-    gathered_bytes,
-    gradient_window_bytes,
+    Passing,
     model_states,
+    passing,
     reserved_bytes,
     usable_bytes,
 )
-from galv.planner.plan import OptimizerName, Precision
+from galv.cost_models.memory_timeline import memory_peak
+from galv.cost_models.unit import UnitCost, WorkingBytes
+from galv.planner.plan import OptimizerName, Pipeline, Precision, Strategy
 from galv.profiles.device import load_device
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
@@ -63,13 +64,14 @@ def test_states_of_mixed_precision_over_four_devices(zero: int, expected: ModelS
 def test_one_fp32_device_needs_no_copy() -> None:
     """Parameter, gradient and two moments of 4 bytes each, and nothing in flight."""
     assert states(0, 1, "fp32") == ModelStates(4000, 4000, 8000)
-    assert gradient_window_bytes([1000], "fp32", dp=1) == 0
+    found = passing(1000, zero=0, dp_shard=1, precision="fp32")
+    assert found == Passing(gradients_bytes=4000, output_bytes=4000, accumulates=True)
 
 
 def test_distributed_data_parallel_needs_no_copy() -> None:
     """DDP computes with the masters, and its buckets are the gradients."""
     assert states(0, 4, "fp32", ddp=True) == ModelStates(4000, 4000, 8000)
-    assert gradient_window_bytes([1000], "fp32", dp=4, ddp=True) == 0
+    assert passing(1000, zero=0, dp_shard=1, dp_replicate=4, precision="fp32", ddp=True).input_bytes == 0
 
 
 def test_one_microbatch_makes_zero_1_zero_2() -> None:
@@ -118,13 +120,6 @@ def test_shards_together_hold_everything(num_parameters: int, dp: int, precision
     ).total_bytes
 
     assert 16 * num_parameters <= dp * one <= 16 * (num_parameters + dp)
-
-
-def test_the_two_largest_units_are_gathered_at_once() -> None:
-    """One computes while the next arrives; a single unit is alone."""
-    assert gather_window_bytes([10, 40, 30]) == 70
-    assert gather_window_bytes([40]) == 40
-    assert gather_window_bytes([]) == 0
 
 
 @given(st.integers(2**32, 2**40), st.sampled_from(["h100-sxm-80", "cpu"]))
@@ -228,7 +223,7 @@ def accumulate(model: nn.Sequential, zero: int, num_microbatches: int) -> None:
 def test_predicted_peaks_are_what_fsdp_allocates(
     four_ranks: None, zero: int, precision: Precision, num_microbatches: int
 ) -> None:
-    """Where activations are next to nothing, the peak of a training step is the predicted one, within a tenth."""
+    """Where activations are next to nothing, the peak of a training step is the predicted one, within 8 percent."""
     model = sharded(zero, precision)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     accumulate(model, zero, num_microbatches)
@@ -240,16 +235,20 @@ def test_predicted_peaks_are_what_fsdp_allocates(
     with Watching(watch):
         accumulate(model, zero, num_microbatches)
 
-    unit = model_states(
-        PER_UNIT,
-        zero=zero,
-        dp_shard=DP if zero else 1,
-        dp_replicate=1 if zero else DP,
-        precision=precision,
-        optimizer="adamw",
-        num_microbatches=num_microbatches,
+    shared: dict[str, Any] = {
+        "zero": zero,
+        "dp_shard": DP if zero else 1,
+        "dp_replicate": 1 if zero else DP,
+        "precision": precision,
+        "num_microbatches": num_microbatches,
+    }
+    cost = UnitCost(
+        Strategy(zero=zero),
+        *[0.0] * 6,
+        model_states(PER_UNIT, optimizer="adamw", **shared),
+        activation_bytes=0.0,
+        working_bytes=0.0,
+        working=WorkingBytes(0.0, 0.0, passing(PER_UNIT, **shared)),
     )
-    gathered = [gathered_bytes(PER_UNIT, precision)] * DEPTH if zero == 3 else []
-    window = gradient_window_bytes([PER_UNIT] * DEPTH, precision, dp=DP)
-    predicted = DEPTH * unit.total_bytes + gather_window_bytes(gathered) + window
-    assert watch.peak_bytes == pytest.approx(predicted, rel=0.1)
+    predicted = memory_peak([[cost] * DEPTH], Pipeline(), 0, num_microbatches).total_bytes
+    assert watch.peak_bytes == pytest.approx(predicted, rel=0.08)

@@ -54,14 +54,16 @@ def test_the_peak_is_the_maximum_of_the_timeline(place: Place, zero: int, levels
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("place", [("none", 0, 1, 4), ("1f1b", 0, 4, 16), ("1f1b", 2, 4, 16), ("1f1b", 3, 4, 4)])
-def test_the_sum_of_a_search_is_the_peak_of_equal_units(zero: int, place: Place) -> None:
-    """Nothing is given away where all blocks of a stage are alike."""
+def test_the_sum_of_a_search_is_close_to_the_peak_of_equal_units(zero: int, place: Place) -> None:
+    """All that is given away where blocks are alike is the reduction of a block after the last."""
     schedule, stage, num_stages, rounds = place
     costs = blocks(["none"] * 4, zero, rounds)
     peak = memory_peak([costs], Pipeline(degree=num_stages, schedule=schedule), stage, rounds)
     bound = summed_peak(costs, num_in_flight(schedule, stage, num_stages, rounds))
 
-    assert bound.total_bytes == pytest.approx(peak.total_bytes, rel=1e-9)
+    parts = costs[0].working
+    assert parts is not None
+    assert peak.total_bytes <= bound.total_bytes <= peak.total_bytes + parts.passing.input_bytes
 
 
 def test_activations_rise_forward_and_fall_backward() -> None:
@@ -74,12 +76,12 @@ def test_activations_rise_forward_and_fall_backward() -> None:
 
 
 def test_gradients_form_in_the_first_backward() -> None:
-    """None before; then those of the units that have run backward; all from there on."""
+    """None before; then those of the units whose backward is over; all from there on."""
     timeline = memory_timeline([blocks(["none"] * 2, zero=0)], Pipeline(), 0, 2)
     gradients = [point.gradients_bytes for point in timeline]
-    each = gradients[2]
+    each = gradients[3]
 
-    assert gradients == pytest.approx([each * n for n in [0, 0, 1, 2, 2, 2, 2, 2, 2]])
+    assert gradients == pytest.approx([each * n for n in [0, 0, 0, 1, 2, 2, 2, 2, 2]])
 
 
 def test_gpipe_is_fullest_when_the_last_forward_ends() -> None:

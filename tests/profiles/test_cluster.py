@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from galv.errors import ClusterError, UnknownName
-from galv.profiles.cluster import MAX_DEVICES, LinkProfile, default_link, load_cluster
+from galv.profiles.cluster import MAX_DEVICES, default_link, load_cluster
 from galv.profiles.device import device_names, load_device
+from galv.profiles.link import LinkProfile
 
 INLINE = """
 device:

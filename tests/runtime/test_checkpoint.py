@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -145,4 +147,43 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(pool: Pool, tmp_path: P
         assert steps == [2, 3]
         assert "No space left on device (rank 1)" in message
         assert "step-00000003" in message
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def reasons(text: str, folder: str) -> str:
+    """Why a run cannot go on in `folder`."""
+    module, optimizer = made("llama", text)
+    try:
+        CheckpointFolder(folder).resume(module, optimizer)
+    except (RunError, UsageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_all(pool: Pool, tmp_path: Path) -> None:
+    """One in another run's use, and one that cannot be written: before any step, on every rank."""
+    text = plan_of("llama", "zero3").to_json()
+    (tmp_path / "file").touch()
+    with (tmp_path / "in-use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(" (process 7 on there)")
+        lock.flush()
+        taken = pool.run(reasons, 2, text, str(tmp_path))
+    unwritable = pool.run(reasons, 2, text, str(tmp_path / "file" / "below"))
+
+    assert all("UsageError" in said and "another run has it (process 7 on there)" in said for said in taken)
+    assert all("UsageError" in said and "Not a directory" in said for said in unwritable)
+
+
+def test_a_damaged_checkpoint_is_one_message(pool: Pool, tmp_path: Path) -> None:
+    """A file that is cut short: which checkpoint, on every rank; half-written ones are cleared away."""
+    text = plan_of("llama", "zero3").to_json()
+    pool.run(save_after, 2, "llama", text, str(tmp_path), 1, 0)
+    (tmp_path / "step-00000009.partial").mkdir()
+    file = next((tmp_path / "step-00000001").glob("__1_*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+    for said in pool.run(reasons, 2, text, str(tmp_path)):
+        assert said.startswith(f"RunError: cannot read the checkpoint {tmp_path / 'step-00000001'}: ")
+        assert "remove that folder" in said
     assert not list(tmp_path.glob("*.partial"))

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from galv.errors import ModelError, RunError, UsageError
+from galv.errors import Diverged, ModelError, RunError, UsageError
 from galv.planner.capture.glue import glue_for
 from galv.planner.plan import InputSpec, Plan, Precision, Strategy
 from galv.runtime.loss import Targets, loss_of, valid_count
 from galv.runtime.parallelize import parallelize
 from galv.runtime.synthetic import synthetic_batches
-from galv.runtime.trainer import StepRecord, single_process_losses, train
+from galv.runtime.trainer import StepRecord, check_finite, single_process_losses, train
 from tests.distributed_pool import Pool
 from tests.plans import MODELS, SEQ_LEN, VOCABULARY, hand_made_plan
 
@@ -119,9 +119,17 @@ def diverge() -> str:
 
 
 def test_a_loss_that_is_no_number_ends_the_run(pool: Pool) -> None:
-    """Every rank raises one error that names the step."""
+    """Every rank raises one error that names the step and whose samples it was."""
     for message in pool.run(diverge, 2):
-        assert message.startswith("the loss is nan at step 2;")
+        assert message.startswith("the loss is nan at step 2, from the samples of ranks 0, 1;")
+
+
+def test_only_ranks_with_a_bad_loss_are_named() -> None:
+    """Of ranks with samples of their own, those whose loss is no number; none for a gradient norm alone."""
+    with pytest.raises(Diverged, match="the loss is nan at step 3, from the samples of rank 1;"):
+        check_finite(3, float("nan"), culprits=lambda: [1])
+    with pytest.raises(Diverged, match="the gradient norm is inf at step 3;"):
+        check_finite(3, 1.0, float("inf"), list)
 
 
 # ----------------------------------------------------------------------------------------------- losses

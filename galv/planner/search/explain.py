@@ -23,7 +23,7 @@ class Explanation:
     """Which of the plan's stages the unit is in."""
     chosen: Option
     runner_up: Option | None
-    """The option whose choice for this one unit would cost the step least; None when no other fits."""
+    """The option of which one unit more would cost the step least; None when no other fits."""
     stage_seconds: float
     """What switching adds to the stage's busy seconds of a step, the stage's other units chosen anew."""
     step_seconds: float
@@ -76,9 +76,11 @@ class _Stage:
     unit: int
 
     def with_option(self, option: Option) -> StageChoice | None:
-        """The stage at its fastest with the unit's option given."""
-        alone = "\0unit"
-        names = [alone if i == self.unit else name for i, name in enumerate(self.names)]
+        """The stage at its fastest with one unit more of that option: units like this one cannot change places."""
+        alone, own = "\0unit", self.names[self.unit]
+        now = self.solution.stages[self.chunk].ordered(self.names)
+        given = {i for i, name in enumerate(self.names) if name == own and now[i] == option} | {self.unit}
+        names = [alone if i in given else name for i, name in enumerate(self.names)]
         assigner = Assigner({**self.table.options, alone: (option,)}, self.table.transitions)
         return assigner.fastest(
             tuple((name, len(list(run))) for name, run in groupby(names)),

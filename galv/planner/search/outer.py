@@ -8,7 +8,7 @@ numbers of devices the least cost of a sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,6 @@ from galv.planner.search.memory import least_usable_bytes
 from galv.planner.search.solution import Clock, Solution
 from galv.planner.search.solve import lower_bound_seconds, solve
 from galv.planner.search.table import CostTable
-
-Watch = Callable[[int, int, "Ranked | None"], None]
-"""Told how many of how many tables are done, and of a better plan."""
 
 BY_BOUND = "a bound of the whole layout is no better than the plan found"
 BY_CUTS = "no cut and no choice of strategies beats the plan found"
@@ -34,6 +31,24 @@ class Ranked:
     table: int
     """Its place among the tables."""
     solution: Solution
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a search is."""
+
+    done: int
+    """Tables done, of `total`."""
+    total: int
+    best: Ranked | None
+    """The best plan so far."""
+    is_new: bool
+    """Whether it was just found."""
+    gap: float
+    """At most this share of its weighted step could still be saved."""
+
+
+Watch = Callable[[Standing], None]
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,15 @@ def best_plans(
     tolerance: float = 0.0,
     clock: Clock | None = None,
     watch: Watch | None = None,
+    alike: Callable[[Ranked], Hashable] | None = None,
 ) -> Outcome:
     """The `number` best plans of different tables; `tolerance` is the gap that is good enough to stop at.
 
-    With one plan wanted the gap is a proof over all tables; with several, it holds for the best of them.
+    Of plans for which `alike` gives the same only the best counts. With one plan wanted the gap is a proof over all
+    tables; with several, it holds for the best of them.
     """
-    return _Search(tables, number, weights or [1.0] * len(tables), tolerance, clock or Clock(), watch).run()
+    alike = alike or (lambda ranked: ranked.table)
+    return _Search(tables, number, weights or [1.0] * len(tables), tolerance, clock or Clock(), watch, alike).run()
 
 
 @dataclass(eq=False)
@@ -77,6 +95,7 @@ class _Search:
     tolerance: float
     clock: Clock
     watch: Watch | None
+    alike: Callable[[Ranked], Hashable]
 
     def run(self) -> Outcome:
         bounds = [weight * lower_bound_seconds(table) for weight, table in zip(self.weights, self.tables, strict=True)]
@@ -90,7 +109,7 @@ class _Search:
                 pruned[reason] = len(order) - done
                 open_bound = min(open_bound, bounds[place])
                 break
-            self._tell(done, None)
+            self._tell(done, best, min(open_bound, bounds[place]))
             goal = self._goal(best) / self.weights[place]
             found = solve(self.tables[place], incumbent_seconds=goal, tolerance=self.tolerance, clock=self.clock)
             if found is None or found.solution is None:
@@ -100,7 +119,7 @@ class _Search:
                 open_bound = min(open_bound, self.weights[place] * found.bound_seconds)
                 if found.solution is not None:
                     best = self._with(best, Ranked(place, found.solution))
-                    self._tell(done, best[0] if best[0].table == place else None)
+                    self._tell(done, best, min(open_bound, bounds[place]), is_new=best[0].table == place)
         return self._outcome(best, open_bound, pruned)
 
     def _goal(self, best: list[Ranked]) -> float:
@@ -115,17 +134,24 @@ class _Search:
         return BY_TIME if best and self.clock.is_over else None
 
     def _with(self, best: list[Ranked], ranked: Ranked) -> list[Ranked]:
-        return sorted([*best, ranked], key=self._value)[: self.number]
+        unlike: dict[Hashable, Ranked] = {}
+        for one in sorted([*best, ranked], key=self._value):
+            unlike.setdefault(self.alike(one), one)
+        return list(unlike.values())[: self.number]
 
-    def _tell(self, done: int, better: Ranked | None) -> None:
+    def _tell(self, done: int, best: list[Ranked], bound: float, *, is_new: bool = False) -> None:
         if self.watch is not None:
-            self.watch(done, len(self.tables), better)
+            first = best[0] if best else None
+            self.watch(Standing(done, len(self.tables), first, is_new, self._gap(best, bound)))
+
+    def _gap(self, best: list[Ranked], bound: float) -> float:
+        gap = max(0.0, 1 - bound / self._value(best[0])) if best else 0.0
+        return 0.0 if gap < _ROUNDING else gap
 
     def _outcome(self, best: list[Ranked], open_bound: float, pruned: dict[str, int]) -> Outcome:
-        gap = max(0.0, 1 - open_bound / self._value(best[0])) if best else 0.0
         return Outcome(
             best=tuple(best),
-            gap=0.0 if gap < _ROUNDING else gap,
+            gap=self._gap(best, open_bound),
             priced=len(self.tables),
             pruned=tuple(sorted(pruned.items())),
             is_time_limited=BY_TIME in pruned,
@@ -148,16 +174,25 @@ class ParetoPoint:
 
 
 def pareto_front(
-    tables: Sequence[CostTable], budgets: Sequence[float], *, tolerance: float = 1e-3, clock: Clock | None = None
+    tables: Sequence[CostTable],
+    budgets: Sequence[float],
+    *,
+    tolerance: float = 1e-3,
+    time_limit_seconds: float | None = None,
+    watch: Callable[[int, int], None] | None = None,
 ) -> tuple[ParetoPoint, ...]:
     """The best plans under each of `budgets` (usable bytes of a device), ascending; those where something fits.
 
-    A budget under which nothing is faster than under a smaller one is left out.
+    A budget under which nothing is faster than under a smaller one is left out. The time limit is shared out evenly;
+    `watch` is told how many budgets of how many are done.
     """
     points: list[ParetoPoint] = []
-    for usable in sorted(budgets):
+    each = None if time_limit_seconds is None else time_limit_seconds / max(len(budgets), 1)
+    for done, usable in enumerate(sorted(budgets)):
+        if watch is not None:
+            watch(done, len(budgets))
         found = best_plans(
-            [replace(table, usable_bytes=usable) for table in tables], tolerance=tolerance, clock=clock or Clock()
+            [replace(table, usable_bytes=usable) for table in tables], tolerance=tolerance, clock=Clock.limited(each)
         )
         seconds = points[-1].best.solution.step_seconds if points else np.inf
         if found.best and found.best[0].solution.step_seconds < seconds * (1 - tolerance):

@@ -1,4 +1,4 @@
-"""A sweep drawn as a PNG, with matplotlib where it is installed."""
+"""Sweeps and fronts drawn as PNG, with matplotlib where it is installed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from galv.errors import UsageError
 from galv.planner.sweep import Sweep, SweepPoint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from galv.planner.front import Front
 
 _PANELS: dict[str, Callable[[SweepPoint], float | None]] = {
     "tokens (samples) per second": lambda point: point.tokens_per_second,
@@ -25,7 +31,7 @@ def check_can_plot() -> None:
         raise UsageError("--plot needs matplotlib: pip install 'galv[reports]'")
 
 
-def write_plot(sweep: Sweep, path: Path) -> None:
+def plot_sweep(sweep: Sweep, path: Path) -> None:
     """Writes `sweep` as a PNG to `path`, whole or not at all: four panels against the number of devices."""
     from matplotlib.figure import Figure
 
@@ -40,6 +46,27 @@ def write_plot(sweep: Sweep, path: Path) -> None:
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
     figure.suptitle(sweep.model)
+    _write(figure, path)
+
+
+def plot_front(front: Front, path: Path) -> None:
+    """Writes `front` as a PNG to `path`, whole or not at all: step seconds against the memory of a device."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes, points = figure.subplots(), front.points
+    axes.step(
+        [point.budget_bytes / 2**30 for point in points],
+        [point.step_seconds for point in points],
+        where="post",
+        marker="o",
+    )
+    axes.set(title=front.plans[0].model.name, xlabel="GiB that a device may hold", ylabel="step seconds")
+    axes.grid(visible=True, alpha=0.3)
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     partial = path.with_name(f".galv-{os.getpid()}.partial")
     try:
         figure.savefig(partial, format="png", dpi=120)
