@@ -69,6 +69,8 @@ RUNS = Features(
 EVERYTHING = Features(*[True] * 8)
 MAX_CHUNKS = 8
 """Of a rank: twice as many would shorten the bubble by less than a sixteenth of that of 1F1B."""
+MAX_CONTEXT = 32
+"""Ranks of a context axis: parts of a sequence get too short to be worth a search."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,12 @@ def _divisions(
 
 
 def context_degrees(tp: int, num_devices: int, features: Features) -> Iterator[Degrees]:
-    """All context axes beside a tensor axis."""
+    """The context axes beside a tensor axis."""
     modes: list[SequenceMode] = ["ulysses"] if features.ulysses else []
     modes += ["ring"] if features.ring else []
     for cp, mode in product(divisors(num_devices // tp)[1:], modes):
-        yield Degrees(tp, mode, cp)
+        if cp <= MAX_CONTEXT:
+            yield Degrees(tp, mode, cp)
 
 
 def context_pays(degrees: Degrees, microbatch: int) -> bool:
@@ -489,6 +492,8 @@ def _not_dividing(shared: FactsPricer, request: Request) -> Iterator[tuple[str, 
     if cluster.num_nodes > 1:
         yield f"tp>{node}", f"a tensor group of more than {node} devices leaves the node"
         yield "dp_shard over some ranks of several nodes", "over all ranks less is held, and as much leaves each node"
+    if cluster.num_devices > MAX_CONTEXT:
+        yield f"cp>{MAX_CONTEXT}", f"the search looks at context axes of at most {MAX_CONTEXT} ranks"
     for dp in divisors(cluster.num_devices):
         if request.global_batch % dp:
             yield f"dp={dp}", f"the global batch {request.global_batch} is not a multiple of {dp}"
