@@ -23,12 +23,12 @@ demo: $(READY) ## plan a real model, then plan and train a small one on this mac
 test: $(READY) ## run all tests
 	$(BIN)/python -m pytest
 
-check: $(READY) ## format, lint, types, layers and tests: what CI runs
+check: $(READY) ## format, lint, types, layers and all quick tests: what CI runs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 bench: $(READY) ## run the benchmarks; DATA=DIR also prices the published runs in DIR
 	$(BIN)/python benchmarks/capture.py

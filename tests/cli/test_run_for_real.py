@@ -85,6 +85,7 @@ def test_another_model_than_the_plans_is_refused(plan_path: Path, tmp_path: Path
     assert "another model" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_by_the_same_command(plan_path: Path, tmp_path: Path) -> None:
     """SIGKILL of a rank ends the run with its name and the last checkpoint; then steps follow that checkpoint."""
     config = {"steps": 5, "checkpoints": {"folder": str(tmp_path / "kept"), "every": 2}, "metrics": {"format": "jsonl"}}

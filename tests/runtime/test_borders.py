@@ -19,6 +19,8 @@ from tests.distributed_pool import Pool
 from tests.plans import MODELS, hand_made_plan, leaves, random_batch
 from tests.runtime.test_unlike_units import FOUR, MIXED, ONE, TWO, plan_of
 
+pytestmark = pytest.mark.slow
+
 TIME, WIDTH, SAMPLES = 3, 4, 8
 
 

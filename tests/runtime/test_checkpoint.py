@@ -21,6 +21,8 @@ from galv.runtime.module import ParallelModule
 from tests.distributed_pool import Pool
 from tests.plans import MODELS, SEQ_LEN, random_batch
 
+pytestmark = pytest.mark.slow
+
 GLOBAL_BATCH = 8
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one": (1, {"micro_batch": 4}),

@@ -16,6 +16,8 @@ from galv.planner.plan import Plan
 from galv.runtime.check_report import Check
 from tests.distributed_pool import Pool
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 250}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **SMALL, "bos_token_id": 0, "eos_token_id": 1},

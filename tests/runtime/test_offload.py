@@ -14,6 +14,8 @@ from tests.distributed_pool import Pool
 from tests.plans import hand_made_plan, tiny_llama
 from tests.runtime.training import assert_equal_training, train_alone, train_in_parallel
 
+pytestmark = pytest.mark.slow
+
 STATES: tuple[Offload, ...] = ("optimizer", "parameters")
 
 

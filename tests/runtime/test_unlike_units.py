@@ -14,6 +14,8 @@ from tests.layouts import gpt2_layouts, llama_layouts
 from tests.plans import MODELS, hand_made_plan, random_batch
 from tests.runtime.training import assert_equal_training, parallelize_tiny, train_alone, train_in_parallel
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 LAYOUTS = {
     "llama": (*llama_layouts(2, "none"), *llama_layouts(2, "megatron"), *llama_layouts(4, "none")),
