@@ -10,7 +10,8 @@ import galv
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = (
-    "$ galv plan configs/models/llama-3-8b.json --cluster h100-sxm-80:8x1 --seq-len 8192 --global-batch 64 -o plan.json"
+    "$ galv plan configs/models/llama-3-8b.json --cluster h100-sxm-80:8x1 --seq-len 8192 --global-batch 64 \\\n"
+    "      --require pp=1 -o plan.json"
 )
 
 
@@ -27,7 +28,7 @@ def without_seconds(text: str) -> str:
 def test_the_printed_plan_is_real(update_golden: bool) -> None:
     """The README's first example prints what galv prints; `pytest --update-golden` rewrites it."""
     model = str(ROOT / "configs" / "models" / "llama-3-8b.json")
-    printed = str(galv.plan(model, cluster="h100-sxm-80:8x1", seq_len=8192, global_batch=64))
+    printed = str(galv.plan(model, cluster="h100-sxm-80:8x1", seq_len=8192, global_batch=64, require=["pp=1"]))
     if update_golden:
         (ROOT / "README.md").write_text(README.replace(shown_plan(), printed), encoding="utf-8")
         return

@@ -179,7 +179,7 @@ class _Times:
         self.backward_sent = backward_sent + again[:, :, 1]
         self.weight = np.array([[p.weight_seconds[level] for level in recomputes] for p in priced])
         self.copied = np.array([_copied_seconds(shared, r, p, recomputes) for r, p in zip(rows, priced, strict=True)])
-        self.copy_slowdown = np.full((len(rows), 1), shared.cluster.device.overlap_slowdown)
+        self.copy_slowdown = np.full((len(rows), 1), shared.cluster.device.overlap.between("compute", "host"))
 
     def figures(self) -> dict[str, np.ndarray]:
         data = np.array(

@@ -20,6 +20,7 @@ from galv.cost_models.communication import Group
 from galv.cost_models.compute import phase_seconds, unit_seconds
 from galv.cost_models.memory import ModelStates, Passing
 from galv.cost_models.network import Network
+from galv.cost_models.overlap import resource_of
 from galv.cost_models.readings import Ratios, place, ratio_at, ratios
 from galv.cost_models.weight_gradients import weight_seconds
 from galv.planner.graph import Axis, Exclusion, ModelGraph, Operator, Phase, UnitFacts
@@ -139,8 +140,7 @@ def exposed_array(compute_seconds: np.ndarray, communication_seconds: np.ndarray
 
 def overlap_slowdown(group: Group, device: DeviceProfile) -> float:
     """How much slower computation and collectives of `group` run while they run together."""
-    del group  # one figure for links and network as yet
-    return device.overlap_slowdown
+    return device.overlap.between("compute", resource_of(group))
 
 
 # ----------------------------------------------------------------------------------------------- a unit's own work

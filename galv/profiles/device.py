@@ -178,11 +178,6 @@ class DeviceProfile(Figures):
         return self.peak_flops[known] * self.matmul_efficiency[known]
 
     @property
-    def overlap_slowdown(self) -> float:
-        """Slowdown of computation beside a collective across nodes."""
-        return self.overlap.compute_network
-
-    @property
     def achieved_bytes_per_second(self) -> float:
         """Memory bandwidth that element-wise kernels reach."""
         return self.memory_bytes_per_second * self.memory_efficiency
