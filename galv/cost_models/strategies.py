@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -240,8 +239,7 @@ def _neighbours(shared: FactsPricer, unit_class: str, row: Row, outer: Outer) ->
 
     Those that no unit of the class stands next to are left out.
     """
-    names = [unit.unit_class for unit in shared.graph.units]
-    sides = [{a for a, b in pairwise(names) if b == unit_class}, {b for a, b in pairwise(names) if a == unit_class}]
+    sides = shared.neighbours[unit_class]
     before, after = (max((_size(shared, name, row.degrees) for name in side), default=0.0) for side in sides)
     found = passing(before, zero=row.sharing.zero, dp_shard=1, precision=outer.precision)
     return found.gathered_bytes, FP32_BYTES * after

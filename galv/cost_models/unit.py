@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -313,6 +314,15 @@ class FactsPricer:
         modules = next(unit.modules for unit in self.graph.units if unit.unit_class == unit_class)
         names = (parameter.name for parameter in self.graph.classes[unit_class].parameters)
         return frozenset(name for name in names if absolute_name(modules, name) in tied)
+
+    @cached_property
+    def neighbours(self) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+        """The classes of units that stand before, and of those that stand after, units of each class."""
+        pairs = set(pairwise(unit.unit_class for unit in self.graph.units))
+        return {
+            name: (frozenset(a for a, b in pairs if b == name), frozenset(b for a, b in pairs if a == name))
+            for name in self.graph.classes
+        }
 
     @cached_property
     def tied_classes(self) -> frozenset[str]:
