@@ -155,7 +155,6 @@ def test_a_unit_says_why() -> None:
 
     free = why(roomy, question().shared, "layers.2")
     assert free.binds in ("compute", "communication")
-    assert free.fastest == free.strategy
     assert free.runner_up is not None
     assert free.runner_up != free.strategy
     assert free.step_seconds >= -1e-12
