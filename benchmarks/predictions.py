@@ -1,6 +1,6 @@
 """Profiles this machine once, then holds predictions for many layouts against training under them.
 
-    python -m benchmarks.profile [--out FOLDER] [--repeat N] [--worlds 1 2 4] [--only PREFIX]
+    python -m benchmarks.predictions [--out FOLDER] [--repeat N] [--worlds 1 2 4] [--only PREFIX]
 
 Prints every layout's predicted and measured step and peak memory, then the median error, the rank correlation, how
 much slower the layout with the best prediction is than the best measured one, and how much repetitions differ. Runs

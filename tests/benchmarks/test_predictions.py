@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_check, profile
+from benchmarks import gpu_check, predictions
 
 
 def test_there_are_layouts_of_every_kind() -> None:
     """At least 24, with names of their own, on 1, 2 and 4 processes."""
-    found = profile.layouts()
+    found = predictions.layouts()
 
     assert len({layout.key for layout in found}) == len(found) >= 24
     assert {layout.world for layout in found} == {1, 2, 4}
@@ -19,19 +19,19 @@ def test_there_are_layouts_of_every_kind() -> None:
     assert all(word in names for word in ("ddp", "zero", "tp", "pp", "tp x pp"))
 
 
-def _row(name: str, predicted: float, *measured: float) -> profile.Row:
-    return profile.Row(name, "group", predicted, 2**30, measured, (2**30,) * len(measured))
+def _row(name: str, predicted: float, *measured: float) -> predictions.Row:
+    return predictions.Row(name, "group", predicted, 2**30, measured, (2**30,) * len(measured))
 
 
 def test_the_figures_that_sum_up() -> None:
     """Median error, rank correlation and regret of three layouts, the chosen one 10 % slower than the best."""
     rows = [_row("a", 1.0, 1.1), _row("b", 1.1, 1.0), _row("c", 2.0, 2.0)]
-    lines = profile.summary(rows)
+    lines = predictions.summary(rows)
 
-    assert profile.regret(rows) == pytest.approx([0.1])
-    assert profile.rank_correlation([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)
+    assert predictions.regret(rows) == pytest.approx([0.1])
+    assert predictions.rank_correlation([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)
     assert "median error of the step 9.1 %" in lines[0]
-    assert all(row.key in profile.report(rows) for row in rows)
+    assert all(row.key in predictions.report(rows) for row in rows)
 
 
 def test_the_gpu_script_has_its_grid() -> None:
