@@ -10,21 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy as np
 
 from galv.planner.partition import Counts, segments
-from galv.planner.search.assign import Assigner
 from galv.planner.search.menu import Menu
-from galv.planner.search.shape import Shape
-from galv.planner.search.solution import Clock, Found, Solution, better
+from galv.planner.search.solution import Found, Solution, better
 from galv.planner.search.squeeze import Cells, Chains, Squeeze
-from galv.planner.search.table import CostTable, StageChoice, Weights
+from galv.planner.search.table import StageChoice, Weights
+from galv.planner.search.walk import TOLERANCE, Walk
 
 _Seconds = Callable[[int, Counts, Weights], float]
-_TOLERANCE = 1e-9
 MAX_CUTS = 64
 """So many cuts that are left are bounded one by one."""
 MAX_CHAINS = 8
@@ -32,39 +29,18 @@ MAX_CHAINS = 8
 
 
 @dataclass(eq=False)
-class Line:
-    """The walk over one table. Solutions slower than `incumbent_seconds` are not looked for."""
+class Line(Walk):
+    """The walk over the cuts of one chunk a rank."""
 
-    table: CostTable
-    shape: Shape
-    incumbent_seconds: float
-    tolerance: float
-    clock: Clock
-    best: Solution | None = None
     _choices: dict[tuple[Counts, float, Weights, int | None], StageChoice | None] = field(default_factory=dict)
     _exact: dict[tuple[Counts, float, Weights], float] = field(default_factory=dict)
     _tried: set[tuple[int, ...]] = field(default_factory=set)
-
-    @cached_property
-    def assigner(self) -> Assigner:
-        return Assigner.of(self.table)
-
-    @property
-    def goal_seconds(self) -> float:
-        """What a cut has to stay below to be looked for."""
-        least = self.incumbent_seconds if self.best is None else min(self.incumbent_seconds, self.best.step_seconds)
-        return least * (1 - max(self.tolerance, _TOLERANCE))
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the time is up; it is not before there is a plan at all."""
-        return self.clock.is_over and np.isfinite(self.goal_seconds)
 
     def solve(self) -> Found:
         """The best cut that beats the incumbent, if any, and a bound on all."""
         squeeze = self._squeezed(self._first())
         for refine in (self._relaxed, self._exactly):
-            if not squeeze.is_empty and not self._is_over:
+            if not squeeze.is_empty and not self.is_over:
                 squeeze = self._squeezed(self._refined(squeeze, refine))
         bound = squeeze.bound_seconds
         if bound < self.goal_seconds:
@@ -75,7 +51,7 @@ class Line:
 
     def _one_by_one(self, squeeze: Squeeze) -> float:
         """A bound on the cuts that are left, where they are few; 0 where they are many."""
-        cuts = None if self._is_over else squeeze.cuts(MAX_CUTS)
+        cuts = None if self.is_over else squeeze.cuts(MAX_CUTS)
         return 0.0 if cuts is None else min((self._cut_bound(cut) for cut in cuts), default=np.inf)
 
     def _cut_bound(self, cut: tuple[int, ...]) -> float:
@@ -133,7 +109,7 @@ class Line:
         menus = [self._menu(name, self.shape.in_flight(stage)) for name in names]
         held = numbers @ np.array([menu.held_bytes.min() for menu in menus])
         working = np.where(numbers > 0, np.array([menu.working_bytes.min() for menu in menus]), 0.0).max(axis=1)
-        return np.asarray(held + working <= self.table.usable_bytes * (1 + _TOLERANCE))
+        return np.asarray(held + working <= self.table.usable_bytes * (1 + TOLERANCE))
 
     def _menu(self, name: str, in_flight: float) -> Menu:
         return self.assigner.menu(name, (0.0, 0.0, 0.0), in_flight, by_layout=False)
@@ -169,7 +145,7 @@ class Line:
     def _squeezed(self, squeeze: Squeeze) -> Squeeze:
         """Only the cells that a cut below the goal can have; tries some cuts on the way, which lower the goal."""
         for _ in range(_ROUNDS):
-            if squeeze.is_empty or self._is_over:
+            if squeeze.is_empty or self.is_over:
                 break
             chains = self._tried_some(squeeze)
             goal = self.goal_seconds
@@ -192,7 +168,7 @@ class Line:
             self.consider(cut)
             if len(chains.visits) < MAX_CHAINS:
                 visits, fixed = self.shape.longest_loop(laps)
-                if visits @ laps + fixed > bound * (1 + _TOLERANCE):
+                if visits @ laps + fixed > bound * (1 + TOLERANCE):
                     chains = chains.more(visits, fixed)
         return chains
 

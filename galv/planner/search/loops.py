@@ -21,41 +21,18 @@ import numpy as np
 
 from galv.cost_models.estimate import StageSeconds
 from galv.planner.partition import Counts, least_maximum, least_sum
-from galv.planner.search.assign import Assigner, stage_choice
-from galv.planner.search.shape import Shape
-from galv.planner.search.solution import Clock, Found, Solution
-from galv.planner.search.table import CostTable, Option, StageChoice
+from galv.planner.search.assign import stage_choice
+from galv.planner.search.solution import Found, Solution
+from galv.planner.search.table import Option, StageChoice
+from galv.planner.search.walk import TOLERANCE, Walk
 from galv.schedules import SPLIT
-
-_TOLERANCE = 1e-9
 
 
 @dataclass(eq=False)
-class Loops:
-    """The walk over one table. Solutions slower than `incumbent_seconds` are not looked for."""
+class Loops(Walk):
+    """The walk over the one cut of a schedule whose cut is given."""
 
-    table: CostTable
-    shape: Shape
-    incumbent_seconds: float
-    tolerance: float
-    clock: Clock
-    best: Solution | None = None
     _ranks: dict[tuple[int, Counts], tuple[tuple[str, Option], ...] | None] = field(default_factory=dict)
-
-    @cached_property
-    def assigner(self) -> Assigner:
-        return Assigner.of(self.table)
-
-    @property
-    def goal_seconds(self) -> float:
-        """What a cut has to stay below to be looked for."""
-        least = self.incumbent_seconds if self.best is None else min(self.incumbent_seconds, self.best.step_seconds)
-        return least * (1 - max(self.tolerance, _TOLERANCE))
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the time is up; it is not before there is a plan at all."""
-        return self.clock.is_over and np.isfinite(self.goal_seconds)
 
     def solve(self) -> Found:
         """The best plan of the even cut that beats the incumbent, if any, and a bound on all plans of that cut."""
@@ -64,7 +41,7 @@ class Loops:
             bound = self.floor_seconds(with_memory=True)
         if bound < self.goal_seconds:
             bound = max(bound, self._free_step_seconds())
-        if bound < self.goal_seconds and not self._is_over:
+        if bound < self.goal_seconds and not self.is_over:
             found = self._evaluated(self.cut)
             if found is not None and found.step_seconds < self.incumbent_seconds:
                 self.best = found
@@ -82,7 +59,7 @@ class Loops:
         all_costs = [costs] * self.shape.num_chunks
         # Of cuts with the same slowest chunk, the one of least squares is the most even.
         top, _ = least_maximum(all_costs)
-        squares = [np.where(cost <= top * (1 + _TOLERANCE), cost * cost, np.inf) for cost in all_costs]
+        squares = [np.where(cost <= top * (1 + TOLERANCE), cost * cost, np.inf) for cost in all_costs]
         return least_sum(squares)[1]
 
     def _evaluated(self, cut: tuple[int, ...]) -> Solution | None:
