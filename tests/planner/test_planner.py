@@ -16,7 +16,7 @@ from galv.planner.graph import Edge, ModelGraph
 from galv.planner.habits import alternatives
 from galv.planner.plan import Plan
 from galv.planner.planner import best_plan
-from galv.planner.space import Request, candidates, divisors
+from galv.planner.space import Features, Request, candidates, divisors
 from galv.profiles.cluster import load_cluster
 from tests.planner.decoder import decoder
 
@@ -60,6 +60,9 @@ def test_a_small_model_runs_data_parallel_without_recomputation() -> None:
     assert plan.pipeline.degree == 1
     assert plan.search is not None
     assert plan.search.gap < 0.1  # bounds of several chunks a rank are loose
+    shared = FactsPricer(decoder(), load_cluster("h100-sxm-80:8x1"))
+    plain = candidates(shared.graph, shared.cluster, request(), Features())
+    assert best_plan(shared, plain, request().budget_bytes).report.proven_optimal
     assert {unit.strategy.recompute for unit in plan.units()} == {"none"}
     assert all(unit.strategy.zero < 3 for unit in plan.units())
 
